@@ -1,0 +1,446 @@
+"""Turn text into tokens: train.bin, val.bin, meta.json (and tokenizer.tiktoken) in data/<dataset>/.
+
+$ python prepare.py                                      # TinyStories, or the bundled stories
+$ python prepare.py --input=book.txt --dataset=book      # your own text
+$ python prepare.py --input='more/,*.jsonl.gz' --val_input=held_out.txt --dataset=mine
+
+The documents are copied in blocks that belong to one split, the tokenizer is trained on a sample
+of the training blocks, all cores encode them, and only complete files get their final names.
+Memory stays flat, and the number of cores does not change the result.
+"""
+import base64
+import contextlib
+import glob
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import zlib
+
+import numpy as np
+import tiktoken
+
+from config import configure, refuse, refusing
+
+dataset = "tinystories"  # the result is data/<dataset>/
+input = ""  # comma list of files, folders, globs, URLs, or - for standard input
+val_input = ""  # the same, for a validation text of its own
+val_fraction = 0.1  # share of documents (of bytes, if there is one) for validation
+separator = "<|endoftext|>"  # parts the documents of a file; '' makes each file one document
+text_field = "text"  # of a line of a .jsonl file, which is one document
+dedup = False  # drop exact duplicates (of up to 4 MB); takes about 100 bytes per document
+errors = "strict"  # 'replace' puts U+FFFD for bytes that are not UTF-8
+tokenizer = "bpe"  # trained on the training split; or 'gpt2', or 'byte'
+vocab_size = 4096  # of bpe, the end of text included; 257 to 65536
+bpe_sample_mb = 16  # bpe is trained on about this much of the text
+processes = 0  # 0 is all cores
+
+TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/" \
+              "TinyStoriesV2-GPT4-"
+TIMEOUT = 10  # seconds without a byte after which a download counts as cut
+BLOCK = 1 << 19  # bytes in a unit of work, or more by one document
+LONGEST = 1 << 22  # characters per read; a longer document is handled in parts
+# How text is cut into words before merging: GPT-4's pattern, from tiktoken's cl100k_base.
+PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
+           r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
+BEGAN = {}  # label of a progress line: (time, bytes done) at its first call
+
+
+def load_tokenizer(spec):
+    """The tiktoken.Encoding of {'name': 'gpt2' | 'byte'} or {'name': 'bpe', 'pattern', 'ranks'}.
+
+    `ranks` is the text of tokenizer.tiktoken; the last id is the end of a document.
+    """
+    if spec["name"] == "gpt2":
+        with refusing("cannot get GPT-2's vocabulary: take --tokenizer=bpe or byte, or set "
+                      "TIKTOKEN_CACHE_DIR to a folder that holds it"):
+            return tiktoken.get_encoding("gpt2")
+    pattern, tokens = "(?s:.)", [bytes([i]) for i in range(256)]
+    if spec["name"] == "bpe":
+        pattern = spec["pattern"]
+        tokens = [base64.b64decode(line.split()[0]) for line in spec["ranks"].splitlines()]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(spec["name"], pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": len(ranks)})
+
+
+def read_meta(folder):
+    """A data folder's meta.json, checked; its 'tokenizer' is what load_tokenizer takes."""
+    cure = f"python prepare.py --dataset={os.path.basename(folder)} makes one"
+    for path in (f"{folder}/train.bin", f"{folder}/val.bin"):
+        if not os.path.exists(path):
+            refuse(f"there is no {path}, {cure}")
+    if not os.path.exists(f"{folder}/meta.json"):  # nanoGPT's
+        return {"source": "no meta.json, so GPT-2's tokens", "tokenizer": {"name": "gpt2"},
+                "vocab_size": 50257, "eot": 50256}
+    with refusing(f"{folder}/meta.json is damaged, {cure}"):
+        with open(f"{folder}/meta.json", encoding="utf-8") as f:
+            meta = json.load(f)
+        spec, size, val = meta["tokenizer"], meta["vocab_size"], meta["val"]
+        numbers = size, meta["eot"] + 1, size - meta["eot"], val["tokens"], val["bytes"]
+        if not all(type(n) is int and n > 0 for n in numbers):
+            raise ValueError("vocab_size, eot, val.tokens or val.bytes is out of range")
+        if type(meta["source"]) is not str or spec["name"] not in ("bpe", "gpt2", "byte"):
+            raise ValueError("source is no text, or the tokenizer is unknown")
+    if spec["name"] == "bpe":
+        with refusing(f"{folder}/tokenizer.tiktoken does not fit meta.json, {cure}"):
+            with open(f"{folder}/tokenizer.tiktoken", encoding="ascii") as f:
+                spec["ranks"] = f.read()
+            if (tokens := load_tokenizer(spec).n_vocab) != size:
+                raise ValueError(f"{tokens} tokens instead of {size}")
+    return meta
+
+
+def read_tokens(folder, split, vocab_size, block_size):
+    """The token ids in a split's .bin, all of them checked; and [their number, their CRC]."""
+    path = os.path.join(folder, f"{split}.bin")
+    with refusing(f"cannot read {path}, which python prepare.py "
+                  f"--dataset={os.path.basename(folder)} makes"):
+        size = os.path.getsize(path)
+        if size % 2:
+            refuse(f"{path} has an odd number of bytes, {size}: not uint16 tokens, or cut off")
+        if size // 2 <= block_size:
+            refuse(f"{path} has {size // 2} tokens, too few for block_size={block_size}, which "
+                   "needs one more than that: lower block_size or prepare more text")
+        tokens = np.asarray(np.memmap(path, "<u2", "r"))
+    crc = 0
+    for i in range(0, len(tokens), 1 << 24):
+        part = tokens[i:i + (1 << 24)]
+        if part.max() >= vocab_size:
+            at = int((part >= vocab_size).argmax())
+            refuse(f"{path}: token {i + at} is {part[at]}, but there are only {vocab_size} ids")
+        crc = zlib.crc32(part, crc)
+    return tokens, [len(tokens), crc]
+
+
+def progress(label, done, total=0):
+    """On a terminal: MB done, seconds left, and MB/s since the first call with this label."""
+    if sys.stderr.isatty():
+        since, first = BEGAN.setdefault(label, (time.monotonic(), done))
+        rate = max(done - first, 1) / max(time.monotonic() - since, 1e-3)
+        left = f" of {total / 1e6:,.0f} MB, {(total - done) / rate:,.0f} s left" if total else " MB"
+        print(f"{label}: {done / 1e6:,.0f}{left}, {rate / 1e6:.1f} MB/s".ljust(79),
+              end="\n" if done == total else "\r", file=sys.stderr, flush=True)
+
+
+def sync(path):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def download(url, path):
+    """Fetch a URL into a file, once; go on behind a cut as long as each try brings more."""
+    import http.client
+    import urllib.request
+    part, before, reason = f"{path}.part", -1, None
+    while not os.path.exists(path):
+        have = os.path.getsize(part) if os.path.exists(part) else 0
+        if have <= before:
+            raise ConnectionError(f"{url}: {reason}")
+        before = have
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, \
+                    open(part, "ab" if answer.status == 206 else "wb") as f:  # 206: it is the rest
+                total = answer.length and f.tell() + answer.length
+                while data := answer.read(BLOCK):
+                    f.write(data)
+                    progress(f"download {os.path.basename(path)}", f.tell(), total)
+            reason = f"cut before the end of {total} bytes"
+            if total in (None, os.path.getsize(part)):
+                sync(part)
+                os.replace(part, path)
+        except (OSError, http.client.HTTPException) as e:
+            reason = e
+            if getattr(e, "code", None) == 416 and have:  # the part is no beginning of this file
+                os.remove(part)
+                before = -1
+
+
+def find(names, folder):
+    """The paths of the files in a comma list; what a URL names is kept in `folder`."""
+    paths = []
+    for name in filter(None, names.split(",")):
+        if "://" in name:  # the checksum, as another URL may end in the same name
+            base = os.path.basename(name.partition("?")[0])
+            found = [f"{folder}/{zlib.crc32(name.encode()):08x}-{base}"]
+            download(name, found[0])
+        else:
+            path = "/dev/stdin" if name == "-" else name
+            pattern = glob.escape(path) if os.path.exists(path) else path
+            pattern += "/**" if os.path.isdir(path) else ""
+            found = [p for p in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(p)]
+        if not found:
+            refuse(f"there is no input file '{name}'")
+        paths += found
+    return paths
+
+
+def find_all(folder):
+    """What the text is, in a few words, and the paths of the files of input and of val_input."""
+    if input:
+        source = re.sub("[^,]+://[^,]*/", "", input)
+        return source, find(input, folder), find(val_input, folder)
+    try:
+        paths = [find(f"{TINYSTORIES}{split}.txt", folder) for split in ("train", "valid")]
+        print("the text is TinyStories")
+        return "TinyStoriesV2-GPT4-train.txt", *paths
+    except ConnectionError as e:
+        print(f"no TinyStories ({e}), so the text is the bundled data/stories.txt")
+        return "data/stories.txt", [os.path.join(os.path.dirname(__file__), "data/stories.txt")], []
+
+
+def json_lines(f):
+    """Yield the documents of a .jsonl file as (bytes, True)."""
+    for number, line in enumerate(f, 1):
+        if line.strip():
+            with refusing(f"{f.name}, line {number}: no object with a string '{text_field}'"):
+                text = json.loads(line)[text_field].encode("utf-8", errors)
+            yield text, True
+
+
+def pieces(f):
+    """Yield the documents of a text as (bytes, ends), a long one in parts, `ends` with the last."""
+    mark = separator.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
+    rest, split = "", re.compile(re.escape(mark) + "\n?").split  # the line break belongs to it
+    while chunk := f.read(LONGEST):
+        rest += chunk
+        if mark:
+            if rest.endswith(mark):
+                rest += f.read(1)  # perhaps the line break
+            *whole, rest = split(rest)
+            for text in whole:
+                yield text.encode(), True
+        if len(rest) > LONGEST + len(mark):
+            end = len(rest) - len(mark) - 1  # a separator may begin behind it
+            yield rest[:end].encode(), False
+            rest = rest[end:]
+    if rest:
+        yield rest.encode(), True
+
+
+def documents(paths):
+    """Yield the documents of the files, in order, as (bytes, ends)."""
+    for path in paths:
+        kind = json_lines if path.removesuffix(".gz").endswith(".jsonl") else pieces
+        opened = gzip.open if path.endswith(".gz") else open
+        with refusing(f"cannot read {path}"), \
+                opened(path, "rt", encoding="utf-8", errors=errors, newline="\n") as f:
+            try:
+                yield from kind(f)
+            except UnicodeDecodeError as e:
+                at = f.buffer.tell() - len(e.object) + e.start if f.seekable() else "?"
+                refuse(f"{path}: byte {at} is not UTF-8, --errors=replace puts U+FFFD for it")
+
+
+def gather(paths, val_paths, copy):
+    """Write the documents to the file `copy`, each followed by 0xFF, which UTF-8 never uses.
+
+    The checksum of a document decides its split, so it stays there when other text is added;
+    where that leaves a split empty, the last one, or its end, is val. Returns the units of work,
+    {split: [(path, start, stop)]}, how many documents were dropped, the longest and shortest size.
+    """
+    jobs, buffers = {"train": [], "val": []}, {"train": bytearray(), "val": bytearray()}
+    counts, seen = {"empty": 0, "duplicate": 0, "longest": 0, "shortest": 1 << 62}, set()
+
+    def flush(split):
+        start = copy.tell()
+        copy.write(buffers[split])
+        jobs[split].append((copy.name, start, copy.tell()))
+        buffers[split].clear()
+
+    for group, share in ((val_paths, 1), (paths, 0 if val_paths else val_fraction)):
+        size = 0  # of the document so far
+        for text, ends in documents(group):
+            if not size:
+                split = "val" if zlib.crc32(text[:LONGEST]) < share * 2**32 else "train"
+            if ends and not size:  # the document is whole
+                if not text.strip() or dedup and hash(text) in seen:
+                    counts["duplicate" if text.strip() else "empty"] += 1
+                    continue
+                if dedup:
+                    seen.add(hash(text))
+            buffers[split] += text
+            size += len(text)
+            if ends:
+                buffers[split] += b"\xff"
+                counts["longest"] = max(counts["longest"], size)
+                counts["shortest"] = min(counts["shortest"], size)
+                last, size = size, 0
+            if len(buffers[split]) >= BLOCK:
+                flush(split)
+    for split in jobs:
+        if buffers[split]:
+            flush(split)
+    whole = jobs["train"] + jobs["val"]
+    if whole and not val_paths and whole in (jobs["train"], jobs["val"]):
+        cut = copy.tell() - 1 - last or max(1, int(last * (1 - val_fraction)))
+        while copy.seek(cut) and re.match(rb"[\x80-\xbf\xff]", copy.read(1)):
+            cut -= 1  # to the beginning of a character
+        jobs["train"] = [(copy.name, a, min(b, cut)) for _, a, b in whole if a < cut]
+        jobs["val"] = [(copy.name, max(a, cut), b) for _, a, b in whole if b > cut]
+    return jobs, counts
+
+
+def texts(job):
+    """The documents of a job, (path, start, stop), as lists of parts of up to BLOCK characters."""
+    path, start, stop = job
+    with open(path, "rb") as f:
+        f.seek(start)
+        found = [text.decode() for text in f.read(stop - start).split(b"\xff")]
+    return [[text[i:i + BLOCK] for i in range(0, len(text), BLOCK)] for text in found]
+
+
+def train_bpe(samples):
+    """The text of a tokenizer.tiktoken: up to vocab_size - 1 tokens, learnt from the samples."""
+    import rustbpe
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(samples, vocab_size - 1, buffer_size=128, pattern=PATTERN)
+    ranked = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
+    tokens = dict.fromkeys(token for _, token in ranked)  # two merges may spell one token
+    return "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
+
+
+def start_worker(spec):
+    """Load the tokenizer into this process, which ends when its parent does, even by kill -9."""
+    import multiprocessing
+    global encoding
+    encoding = load_tokenizer(spec)
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def encode(job):
+    """A job -> (its token ids, bytes of text, documents that end in it)."""
+    try:
+        ids, found = [], texts(job)
+        for parts in found:
+            ids += [encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
+            ids.append([encoding.eot_token])
+        ended = len(found) - 1
+        return np.concatenate(ids[:-1]).astype("<u2"), job[2] - job[1] - ended, ended
+    except Exception as e:
+        raise RuntimeError(f"{job[0]}, byte {job[1]}: {e}")
+
+
+def encode_all(jobs, spec):
+    """Yield encode(job) for all jobs, in order."""
+    import concurrent.futures
+    import multiprocessing
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = min(processes or cores, 1 + len(jobs) // 4)  # a short text needs no other
+    if workers == 1:
+        start_worker(spec)
+        yield from map(encode, jobs)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), start_worker, (spec,))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is not for workers
+    results = pool.map(encode, jobs)  # starts them
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield from results
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def publish(temp, folder):
+    """Replace the data set. Where train.bin stands, the other files are there and belong to it."""
+    names = ["train.bin", "meta.json", "val.bin", "tokenizer.tiktoken"]
+    for name in names:
+        if os.path.exists(f"{folder}/{name}"):
+            os.remove(f"{folder}/{name}")
+    for name in reversed(names):
+        if os.path.exists(f"{temp}/{name}"):
+            sync(f"{temp}/{name}")
+            sync(folder)
+            os.replace(f"{temp}/{name}", f"{folder}/{name}")
+    sync(folder)
+
+
+def prepare(folder, temp):
+    """Make the data set in `temp`, move it to `folder`, print a summary."""
+    start, spec = time.monotonic(), {"name": tokenizer}
+    if tokenizer == "gpt2":
+        load_tokenizer(spec)  # refuses before any work
+    source, paths, val_paths = find_all(folder)
+    with open(f"{temp}/text", "w+b") as copy:
+        jobs, counts = gather(paths, val_paths, copy)
+    for split in jobs:
+        if not jobs[split]:
+            refuse(f"there is not enough text in {source} for a {split} split")
+
+    if tokenizer == "bpe":
+        size = sum(stop - start for _, start, stop in jobs["train"])
+        step = -(-size // (bpe_sample_mb * 10**6))  # every step-th block is the sample
+        sample = (part for job in jobs["train"][::step] for parts in texts(job) for part in parts)
+        spec |= {"pattern": PATTERN, "ranks": train_bpe(sample)}
+        with open(f"{temp}/tokenizer.tiktoken", "w", encoding="ascii") as f:
+            f.write(spec["ranks"])
+    vocabulary = load_tokenizer(spec)
+    meta = {"source": source, "tokenizer": {k: v for k, v in spec.items() if k != "ranks"},
+            "vocab_size": vocabulary.n_vocab, "eot": vocabulary.eot_token}
+    total, done = os.path.getsize(copy.name), 0
+    with contextlib.closing(encode_all(jobs["train"] + jobs["val"], spec)) as results:
+        for split in jobs:
+            count, sha256 = {"tokens": 0, "bytes": 0, "documents": 0}, hashlib.sha256()
+            with open(f"{temp}/{split}.bin", "wb") as f:
+                for _, (ids, size, ended) in zip(jobs[split], results):
+                    f.write(ids)
+                    sha256.update(ids)
+                    for key, more in zip(count, (len(ids), size, ended)):
+                        count[key] += more
+                    done += size + ended
+                    progress("encode", done, total)
+            meta[split] = count | {"sha256": sha256.hexdigest()}
+    with open(f"{temp}/meta.json", "w", encoding="utf-8") as f:
+        json.dump(meta, f, indent=1)
+    publish(temp, folder)
+
+    seconds = time.monotonic() - start
+    size, tokens = (meta["train"][key] + meta["val"][key] for key in ("bytes", "tokens"))
+    for split in jobs:
+        print("{:5} {documents:>11,} documents {tokens:>14,} tokens".format(split, **meta[split]),
+              f"{meta[split]['tokens'] / tokens:7.1%}")
+    print("longest document {longest:,} bytes, shortest {shortest:,}; dropped {empty:,} empty, "
+          "{duplicate:,} duplicate".format(**counts))
+    print(f"{folder}: {size / 1e6:,.1f} MB, {size / tokens:.2f} bytes per token, vocabulary "
+          f"{meta['vocab_size']:,}, {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s")
+    print(f"next: python train.py --dataset={dataset}")
+
+
+def main():
+    """Check the settings, make the data set; whatever goes wrong ends in one line."""
+    if tokenizer not in ("bpe", "gpt2", "byte") or not 257 <= vocab_size <= 65536:
+        refuse("tokenizer must be bpe, gpt2 or byte, vocab_size from 257 to 65536")
+    if not 0 < val_fraction < 1 or errors not in ("strict", "replace"):
+        refuse("val_fraction must be between 0 and 1, errors strict or replace")
+    if bpe_sample_mb < 1 or processes < 0 or val_input and not input:
+        refuse("bpe_sample_mb must be above 0, processes not below; val_input needs an input")
+    folder, temp = f"data/{dataset}", f"data/{dataset}/.tmp"
+    try:
+        shutil.rmtree(temp, ignore_errors=True)  # of a run that was killed
+        os.makedirs(temp)
+        prepare(folder, temp)
+    except KeyboardInterrupt:
+        print("prepare.py: interrupted", file=sys.stderr)
+        raise SystemExit(130)
+    except (OSError, RuntimeError) as e:
+        refuse(f"{folder}: {e}")
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.removedirs(folder)  # if nothing came into it
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
