@@ -104,17 +104,44 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def head_loss(x, weight, targets):
-    """Mean cross entropy in nats: hidden states x (N, C), head (V, C), targets (N,), -1 ignored.
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """cross_entropy(linear(x, weight), targets) that never holds the logits of more than 512 rows.
 
-    For a large vocabulary in float32 the logits are computed 256 rows at a time, never all at
-    once. Not under autocast or torch.compile, where the chunked form returns a rounded loss.
+    The forward pass computes the gradients too, while the chunk's logits are there.
     """
-    if (len(weight) < 8192 or not hasattr(F, "linear_cross_entropy")
-            or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling()):
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, training):  # (N, C), (V, C), (N,)
+        kept = (targets >= 0).to(x.dtype)
+        share = kept / kept.sum()  # of each row in the mean
+        loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+        buffer = x.new_empty(len(weight) * min(512, len(x)))
+        chunks = (tensor.split(512) for tensor in (x, targets.clamp(min=0), share, dx))
+        for x, t, share, d in zip(*chunks):
+            logits = buffer[:len(weight) * len(x)].view(-1, len(x))  # (V, rows) is faster on CPUs
+            torch.mm(weight, x.T, out=logits)
+            right, top = logits.gather(0, t[None])[0], logits.amax(0)
+            total = logits.sub_(top).exp_().sum(0)  # softmax is logits / total
+            loss += share @ (total.log() + top - right)
+            if training:
+                share, scale = share[:, None], (share / total)[:, None]
+                torch.mm(logits.T, weight, out=d).mul_(scale).sub_(share * weight[t])
+                dw.addmm_(logits, scale * x).index_add_(0, t, share * x, alpha=-1)
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return grad * dx, grad * dw, None, None
+
+
+def head_loss(x, weight, targets):
+    """Mean cross entropy in nats: hidden states x (N, C), head (V, C), targets (N,), -1 ignored."""
+    if (len(weight) < 1024 or torch.is_autocast_enabled(x.device.type)
+            or torch.compiler.is_compiling()):  # which casts, or fuses, better than the chunks
         return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
-    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=256)
-    return F.linear_cross_entropy(x, weight, targets, ignore_index=-1, options=chunks)
+    return ChunkedCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled())
 
 
 class GPT(nn.Module):
