@@ -342,7 +342,7 @@ def in_words(step, losses, meta):
 def matmul_rate(kind, seconds=0.1):
     """FLOP/s of all processes together in square matmuls of a dtype: the best in `seconds`."""
     n = 8192 if device.startswith("cuda") else 1024
-    a = torch.ones(n, n, device=device, dtype=getattr(torch, kind))
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, kind))
     best, end = math.inf, time.perf_counter() + seconds
     while best == math.inf or time.perf_counter() < end:
         start = time.perf_counter()
@@ -404,7 +404,7 @@ def open_log(step):
 
 def plot_log():
     """out_dir/loss.png from log.csv, where matplotlib is installed."""
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, OSError, ValueError):  # also where there is no log
         from matplotlib.figure import Figure
         rows = np.genfromtxt(os.path.join(out_dir, "log.csv"), delimiter=",", names=True, ndmin=1)
         axes = Figure().subplots()
@@ -581,6 +581,8 @@ def starting_point(given):
     here = ("init_from", "out_dir", "eval_only", "benchmark", "allow_data_change")  # never restored
     for name, value in {**stored, **fixed}.items():
         if name in settings() and name not in given and name not in here:
+            if type(value) is not type(globals()[name]):
+                refuse(f"the checkpoint in {out_dir} has {name}={value!r}, which cannot be")
             globals()[name] = value
         elif given.get(name, value) != value and name not in here:
             say(f"changed since the checkpoint: {name} from {value} to {given[name]}")
@@ -655,8 +657,9 @@ def main(given=()):
 
     # processes and device
     if WORLD > 1:
-        dist.init_process_group(f"cpu:gloo,cuda:{backend}" if "cuda" in device else "gloo",
-                                timeout=datetime.timedelta(minutes=10))
+        with refusing(f"the {WORLD} processes cannot meet"):
+            dist.init_process_group(f"cpu:gloo,cuda:{backend}" if "cuda" in device else "gloo",
+                                    timeout=datetime.timedelta(minutes=10))
         here, everywhere = [resume, source.get("iter_num", 0), data], [None] * WORLD
         dist.all_gather_object(everywhere, here)
         if any(there != here for there in everywhere):
@@ -774,7 +777,7 @@ def main(given=()):
                "memory_mb": peak_memory()}
         log(row | ({"val_loss": losses["val"]} if losses else {}))
         left = (max_iters - p.iter_num) * seconds / steps
-        left = datetime.timedelta(seconds=round(min(left, 1e12)))
+        left = datetime.timedelta(seconds=round(min(left, 60 * max_minutes or 1e12)))
         say(f"iter {p.iter_num}: loss {loss:.4f}, time {row['ms']:.2f}ms, "
             f"mfu {100 * row['mfu']:.2f}%, norm {norm:.3f}, lr {lr:.2e}, {speed:,.0f} tokens/s, "
             f"{left} left")
@@ -832,15 +835,16 @@ def main(given=()):
         if p.iter_num == 1 and fresh and abs(loss - math.log(args["vocab_size"])) > 1:
             say(f"warning: the first loss is {loss:.2f}; a fresh model should be near "
                 f"ln(vocabulary) = {math.log(args['vocab_size']):.2f}")
-        if max_minutes:  # until the speed is known
+        if max_minutes:  # estimate the steps anew after each
             seconds = reduce_numbers(clock.steps, op="MAX")[0]  # so that the processes agree
             if p.iter_num == start + 3:
                 warm = seconds  # the first steps are slow
-            elif p.iter_num >= start + 10 and seconds > 6 * max_minutes:
+            elif p.iter_num >= start + 10:
                 pace = (seconds - warm) / (p.iter_num - start - 3)  # seconds per step
                 max_iters = p.iter_num + round(max(0, 60 * max_minutes - seconds) / pace)
-                say(f"{max_minutes} minutes are {max_iters} steps")
-                max_minutes = 0.0  # so that a resume keeps to these steps
+                if seconds > 48 * max_minutes:  # four fifths are over: the rest is certain
+                    say(f"{max_minutes} minutes are {max_iters} steps")
+                    max_minutes = 0.0  # so that a resume keeps to these steps
 
     if benchmark:
         say(", ".join(f"{k} {100 * v / clock.steps:.1f}%" for k, v in clock.parts.items()))
@@ -852,18 +856,21 @@ def main(given=()):
             plot_log()
         say(f"trained {p.iter_num} steps in {p.train_seconds:.0f} s, best val loss "
             f"{p.best_val_loss:.4f}; to write text: python sample.py --out_dir={out_dir}")
-    if WORLD > 1:
-        dist.destroy_process_group()
     return 128 + int(code) if code else 0 if saved_well else 1
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(configure(globals())))
+        status = main(configure(globals()))
+        if WORLD > 1:
+            dist.destroy_process_group()
+        sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)
     except (RuntimeError, MemoryError) as e:  # torch.OutOfMemoryError is a RuntimeError
         if not re.search("out of memory|allocate", f"{type(e).__name__} {e}", re.IGNORECASE):
             raise
-        refuse(f"out of memory at batch_size={batch_size}, block_size={block_size}: halve "
-               "batch_size and double gradient_accumulation_steps, which trains the same")
+        print(f"train.py: out of memory at batch_size={batch_size}, block_size={block_size}: halve "
+              "batch_size and double gradient_accumulation_steps, which trains the same",
+              file=sys.stderr)  # from whichever process it is
+        sys.exit(2)
