@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import functools
 import glob
-import importlib.util
+import importlib
 import math
 import os
 import random
@@ -313,22 +313,6 @@ class Progress:
         self.recent = self.recent[-127:] + [[loss, norm]]
 
 
-class Clock:
-    """Seconds in the parts of a step and in all `steps`; a call ends the part that it names."""
-
-    def __init__(self, steps):
-        self.parts, self.steps, self.last = collections.Counter(), steps, time.perf_counter()
-
-    def __call__(self, part):
-        if benchmark and device.startswith("cuda"):
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if part != "between":
-            self.parts[part] += now - self.last
-            self.steps += now - self.last
-        self.last = now
-
-
 def in_words(step, losses, meta):
     """The losses of an evaluation (nats per token) as a line of text."""
     line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}, " \
@@ -367,10 +351,9 @@ def open_log(step):
     path, rows, logs = os.path.join(out_dir, "log.csv"), [], []
     columns = ["step", "tokens", "train_loss", "val_loss", "lr", "grad_norm", "ms",
                "tokens_per_s", "samples_per_s", "mfu", "memory_mb"]
-    if step:
-        with contextlib.suppress(OSError), open(path, errors="replace") as f:
-            rows = [r for r in f.read().split("\n")[1:-1] if r.count(",") == len(columns) - 1
-                    and r.split(",")[0].isdigit() and int(r.split(",")[0]) <= step]
+    with contextlib.suppress(OSError), open(path, errors="replace") as f:
+        rows = [r for r in f.read().split("\n")[1:-1] if r.count(",") == len(columns) - 1
+                and r.split(",")[0].isdigit() and int(r.split(",")[0]) <= step]
 
     def to_csv(row):
         with open(path, "a") as f:
@@ -420,11 +403,11 @@ def plot_log():
 
 def get_rng():
     """The state of this process's random generators, as plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest),
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest),
              "torch": torch.get_rng_state()}
-    if device.startswith(("cuda", "mps")):
-        kind = torch.device(device).type
+    kind = torch.device(device).type
+    if kind != "cpu":
         state[kind] = getattr(torch, kind).get_rng_state()
     return state
 
@@ -452,20 +435,22 @@ def save(state, name):
         os.replace(path + ".tmp", path)
         if os.name == "posix":  # the new name is on the disk when its folder is
             sync(out_dir)
-        return True
     except Exception as e:  # a full disk is torch's RuntimeError, a damaged file a BadZipFile
         size = sum(v.nbytes for v in state["model"].values()) * (3 if "optimizer" in state else 1)
         say(f"warning: {path} is not saved, about {size / 1e6:.1f} MB: {e}")
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")
         return False
+    if name == "ckpt.pt" and keep_checkpoints:
+        keep_copy(state["iter_num"])
+    return True
 
 
 def kept_copies(folder):
     """Paths of folder/ckpt_<step>.pt, the newest first."""
-    found = [path for path in glob.glob(os.path.join(glob.escape(folder), "ckpt_*.pt"))
-             if re.search(r"ckpt_\d+\.pt$", path)]
-    return sorted(found, key=lambda path: int(path[:-3].rsplit("_")[-1]), reverse=True)
+    found = {path: re.search(r"ckpt_(\d+)\.pt$", path)
+             for path in glob.glob(os.path.join(glob.escape(folder), "ckpt_*.pt"))}
+    return sorted(filter(found.get, found), key=lambda path: -int(found[path][1]))
 
 
 def keep_copy(step):
@@ -485,14 +470,15 @@ def keep_copy(step):
 def newest_checkpoint(folder):
     """The newest good checkpoint in a folder; None if there is no checkpoint file at all."""
     errors = []
-    for path in filter(os.path.exists, [os.path.join(folder, "ckpt.pt")] + kept_copies(folder)):
+    for path in filter(os.path.exists, [os.path.join(folder, "ckpt.pt"), *kept_copies(folder)]):
         try:
             state = read_checkpoint(path)
-            for error in errors:
-                say(f"warning: {error}; going on from {path}")
-            return state
         except ValueError as e:
             errors.append(str(e))
+            continue
+        if errors:
+            say(f"warning: {'; '.join(errors)}; going on from {path}")
+        return state
     if errors:
         refuse("; ".join(errors) + "; --init_from=scratch starts anew and keeps these files")
     return None
@@ -514,35 +500,32 @@ def check_settings():
     def check(fine, message):
         if not fine:
             refuse(message)
-    values = settings()
-    counts = ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head",
-              "n_embd", "eval_iters")
-    for name, value in values.items():
+    sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "n_layer", "n_head",
+             "n_embd", "eval_iters")
+    for name, value in settings().items():
         if type(value) in (int, float):
-            least = 1 if name in counts else 0
+            least = 1 if name in sizes else 0
             check(least <= value < 2 ** 63, f"{name}={value} must be from {least} to below 2^63")
-    for name in ("dropout", "beta1", "beta2", "muon_momentum"):
-        check(values[name] < 1, f"{name}={values[name]} must be below 1")
+        if name in ("dropout", "beta1", "beta2", "muon_momentum"):
+            check(value < 1, f"{name}={value} must be below 1")
     for name, legal in (("lr_schedule", SCHEDULES), ("optimizer", ("muon", "adamw")),
                         ("dtype", ("float32", "bfloat16", "float16"))):
-        check(values[name] in legal, f"{name}={values[name]} must be one of {', '.join(legal)}")
+        value = globals()[name]
+        check(value in legal, f"{name}={value} must be one of {', '.join(legal)}")
     check(not decay_lr or lr_schedule == "constant" or min_lr <= learning_rate,
           f"min_lr={min_lr} must not be above learning_rate={learning_rate}")
     check(layer_lr_decay > 0, "layer_lr_decay must be above 0; 1 is off")
     check(n_embd % n_head == 0, f"n_embd={n_embd} must be a multiple of n_head={n_head}")
     check(not rope or n_embd // n_head % 2 == 0,
           f"rope rotates pairs: n_embd / n_head = {n_embd // n_head} must be even")
-    for package, wanted in (("wandb", wandb_log), ("tensorboard", tensorboard_log)):
-        check(not wanted or importlib.util.find_spec(package),
-              f"{package}_log=True needs the package {package}: pip install {package}")
     whole = batch_size * gradient_accumulation_steps
     check(whole * block_size < 2 ** 40,
           "batch_size * gradient_accumulation_steps * block_size must be below 2^40")
     check(whole % WORLD == 0, f"batch_size * gradient_accumulation_steps = {whole} sequences do "
           f"not divide by {WORLD} processes, but by {[n for n in range(1, 65) if whole % n == 0]}")
-    with refusing(f"device={device} cannot be used, --device=cpu can"):
-        check(torch.device(device).type in ("cpu", "cuda", "mps"), f"device={device} is not known")
-        torch.empty(1, device=device)
+    for package, wanted in (("wandb", wandb_log), ("tensorboard", tensorboard_log)):
+        with refusing(f"{package}_log=True needs the package {package}: pip install {package}"):
+            wanted and importlib.import_module(package)
 
 
 def starting_point(given):
@@ -550,7 +533,7 @@ def starting_point(given):
 
     A resume takes the stored settings, except those `given`; a loaded model keeps its shape.
     """
-    resume, source = init_from in ("resume", "auto"), None
+    resume, source, stored = init_from in ("resume", "auto"), None, {}
     if resume:
         source = newest_checkpoint(out_dir)
     elif init_from != "scratch":
@@ -559,15 +542,15 @@ def starting_point(given):
         refuse(f"there is no checkpoint in {out_dir}; python train.py starts a run")
     if source is None:
         return {"model_args": {name: globals()[name] for name in MODEL_SETTINGS}}, False
-    if resume and "optimizer" not in source:
-        refuse(f"the checkpoint in {out_dir} has weights but no optimizer state: "
-               "--init_from=PATH starts a new run from it")
 
-    stored, shape = {}, vars(GPTConfig(**source["model_args"]))
+    shape = vars(GPTConfig(**source["model_args"]))
     if resume:
-        stored = dict(source.get("config", {}))
+        if "optimizer" not in source:
+            refuse(f"the checkpoint in {out_dir} has weights but no optimizer state: "
+                   "--init_from=PATH starts a new run from it")
+        stored = source.get("config", {})
         if "optimizer" not in stored:  # nanoGPT's
-            stored.update(optimizer="adamw", lr_schedule="cosine")
+            stored |= {"optimizer": "adamw", "lr_schedule": "cosine"}
         if str(stored.get("device", device)).split(":")[0] != device.split(":")[0]:
             machine = ("device", "dtype", "backend", "compile")
             stored = {k: v for k, v in stored.items() if k not in machine}
@@ -580,38 +563,37 @@ def starting_point(given):
         refuse(f"the loaded model has another shape than {', '.join(wrong)}")
     here = ("init_from", "out_dir", "eval_only", "benchmark", "allow_data_change")  # never restored
     for name, value in {**stored, **fixed}.items():
-        if name in settings() and name not in given and name not in here:
-            if type(value) is not type(globals()[name]):
-                refuse(f"the checkpoint in {out_dir} has {name}={value!r}, which cannot be")
-            globals()[name] = value
-        elif given.get(name, value) != value and name not in here:
-            say(f"changed since the checkpoint: {name} from {value} to {given[name]}")
+        if name not in settings() or name in here:
+            continue
+        if name in given:
+            if given[name] != value:
+                say(f"changed since the checkpoint: {name} from {value} to {given[name]}")
+            continue
+        kind = type(globals()[name])
+        if type(value) is not kind and (kind, type(value)) != (float, int):  # nanoGPT has dropout=0
+            refuse(f"the checkpoint in {out_dir} has {name}={value!r}, which cannot be")
+        globals()[name] = kind(value)
     return {**source, "model_args": {**shape, "dropout": dropout}}, resume
 
 
 def take_folder(resume):
     """Create out_dir and lock it; move an earlier run out of the way of a new one."""
     path = functools.partial(os.path.join, out_dir)
-    try:
+    with refusing(f"cannot write to out_dir={out_dir}, or another process trains in it"):
         os.makedirs(out_dir, exist_ok=True)
         lock = os.open(path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
         if fcntl:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
-        files = [f for f in os.listdir(out_dir) if f.endswith((".pt", ".csv", ".png", ".tmp"))]
+        files = [f for f in os.listdir(out_dir) if f.endswith((".pt", ".csv", ".png"))]
         if not resume and any(f.endswith(".pt") for f in files):
             old = next(o for n in range(1, 10 ** 6) if not os.path.exists(o := path(f"old-{n}")))
             os.mkdir(old)
             for f in files:
                 os.replace(path(f), os.path.join(old, f))
             say(f"the run that was in {out_dir} is kept in {old}")
-        else:
-            for f in files:
-                if f.endswith(".tmp"):
-                    os.remove(path(f))
-    except OSError as e:
-        locked = isinstance(e, (BlockingIOError, PermissionError))
-        refuse(f"cannot write to out_dir={out_dir}"
-               f"{', or another process trains in it' if locked else ''}: {e.strerror}")
+        for f in os.listdir(out_dir):
+            if f.endswith(".tmp"):  # of a save that was killed
+                os.remove(path(f))
 
 
 def compiled(model, batch, autocast):
@@ -622,24 +604,18 @@ def compiled(model, batch, autocast):
         with autocast:
             fast(*batch).backward()
         say(f"compiled in {time.perf_counter() - start:.0f} s")
-        return fast
     except Exception as e:
         reason = str(e).partition("\n")[0] or type(e).__name__
         say(f"torch.compile fails, going on without it: {reason}")
-        return model
-    finally:
-        model.zero_grad(set_to_none=True)
+        fast = model
+    model.zero_grad(set_to_none=True)
+    return fast
 
 
 def main(given=()):
     """The run from top to bottom. given: {name: value} of the settings that the user has set."""
-    global device, dtype, max_iters, max_minutes
+    global device, dtype, max_iters, max_minutes, log_interval, eval_interval, patience
     source, resume = starting_point(dict(given))
-    if device.startswith("cuda"):  # before anything touches a GPU
-        with refusing(f"device={device} cannot be used, --device=cpu can"):
-            index = os.environ["LOCAL_RANK"] if WORLD > 1 else torch.device(device).index or 0
-            device = f"cuda:{index}"
-            torch.cuda.set_device(device)
     check_settings()
 
     # data
@@ -655,7 +631,16 @@ def main(given=()):
         refuse(f"{folder} is not what the checkpoint was trained on: the text or the tokenizer has "
                "changed; --allow_data_change=True goes on anyway")
 
-    # processes and device
+    # device and processes
+    with refusing(f"device={device} cannot be used, --device=cpu can"):
+        device_type = torch.device(device).type
+        if device_type not in ("cpu", "cuda", "mps"):
+            raise ValueError("it is not known")
+        if device_type == "cuda":  # before anything touches a GPU
+            index = os.environ["LOCAL_RANK"] if WORLD > 1 else torch.device(device).index or 0
+            device = f"cuda:{index}"
+            torch.cuda.set_device(device)
+        torch.empty(1, device=device)
     if WORLD > 1:
         with refusing(f"the {WORLD} processes cannot meet"):
             dist.init_process_group(f"cpu:gloo,cuda:{backend}" if "cuda" in device else "gloo",
@@ -674,27 +659,13 @@ def main(given=()):
     if rate < base / 2 and not resume:  # a resumed run keeps its dtype
         say(f"{dtype} is {base / rate:.0f} times slower than float32 here: using float32")
         dtype, rate = "float32", base
-    device_type = torch.device(device).type
     autocast = torch.autocast(device_type, getattr(torch, dtype), enabled=dtype != "float32")
 
-    # model and optimizer
+    # model and batches
     torch.manual_seed(seed)
     fresh = "model" not in source
     model = GPT(GPTConfig(**args)) if fresh else load_model(args, source["model"])
     model.to(device)
-    opt, p = make_optimizer(model), Progress()
-    scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
-    misfit = f"the checkpoint in {out_dir} does not fit this run"
-    if resume:
-        with refusing(misfit):
-            load_optimizer(opt, source["optimizer"], model)
-            scaler.load_state_dict(source.get("scaler") or scaler.state_dict())
-            p = Progress(**{k: type(v)(source[k]) for k, v in vars(p).items() if k in source})
-            if not all(0 <= v < 2 ** 62 for v in (p.iter_num, p.tokens_seen, p.train_seconds)):
-                raise ValueError("iter_num, tokens_seen or train_seconds is out of range")
-    if benchmark:
-        globals().update(max_iters=p.iter_num + 50, log_interval=50, eval_interval=0,
-                         max_minutes=0.0)
     sequences = batch_size * gradient_accumulation_steps // WORLD  # of one step on this process
     tokens_per_step = sequences * WORLD * block_size
     micro_steps = math.ceil(sequences / batch_size)
@@ -709,25 +680,36 @@ def main(given=()):
         f"{sum(w.numel() for w in model.parameters()) / 1e6:.2f}M parameters in {dtype}, "
         f"{optimizer}, {tokens_per_step:,} tokens a step\n{versions}, "
         f"matrix products at {rate / 1e9:,.0f} GFLOP/s")
-    if eval_only:
-        say(in_words(p.iter_num, evaluate(run_model, splits, autocast), meta))
-        return 0
 
-    # seed or restore the random generators, after everything above that draws from them
+    # the rest of the state; the random generators after everything that draws from them
+    opt, p = make_optimizer(model), Progress()
+    scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
     random.seed(seed + RANK)
     np.random.seed((seed + RANK) % 2 ** 32)
     torch.manual_seed(seed + RANK)
     if resume:
-        with refusing(misfit):
+        with refusing(f"the checkpoint in {out_dir} does not fit this run"):
+            load_optimizer(opt, source["optimizer"], model)
+            scaler.load_state_dict(source.get("scaler") or scaler.state_dict())
+            p = Progress(**{k: type(v)(source[k]) for k, v in vars(p).items() if k in source})
+            if not all(0 <= v < 2 ** 62 for v in (p.iter_num, p.tokens_seen, p.train_seconds)):
+                raise ValueError("iter_num, tokens_seen or train_seconds is out of range")
             for k, old in source.get("versions", {"trainer": "nanoGPT"}).items():
                 if old != versions.get(k):
                     say(f"not bit-exact from here: {k} was {old}, now {versions.get(k)}")
             if len(source.get("rng", ())) == WORLD:
                 set_rng(source["rng"][RANK])
-        if (p.iter_num >= max_iters and not max_minutes
-                and (eval_interval == 0 or p.evaluated_iter == p.iter_num)):
-            say(f"already at max_iters={max_iters}; a larger --max_iters goes on")
-            return 0
+    if eval_only:
+        say(in_words(p.iter_num, evaluate(run_model, splits, autocast), meta))
+        return 0
+    if benchmark:
+        max_iters, log_interval, eval_interval, patience = p.iter_num + 50, 50, 0, 0
+        max_minutes = 0.0
+    if resume and p.iter_num >= max_iters and not max_minutes and (
+            eval_interval == 0 or p.evaluated_iter == p.iter_num):
+        say(f"already at max_iters={max_iters}; a larger --max_iters goes on")
+        return 0
+    if resume:
         say(f"resuming after step {p.iter_num}")
     log = [].append  # nowhere
     if RANK == 0 and not benchmark:
@@ -737,9 +719,20 @@ def main(given=()):
     signal.signal(signal.SIGINT, stop_later)
     signal.signal(signal.SIGTERM, stop_later)
 
+    parts, last = collections.Counter(), 0.0  # seconds in each part of the steps; the last look
+    start, reported = p.iter_num, (p.iter_num, p.train_seconds)
+
+    def clock(part):
+        """Add the time since the last look to a part of the steps."""
+        nonlocal last
+        if benchmark and device_type == "cuda":
+            torch.cuda.synchronize()
+        last, before = time.perf_counter(), last
+        parts[part] += last - before
+        p.train_seconds += last - before
+
     def keep(name):
         """Save best.pt (weights only) or ckpt.pt (all that an exact resume needs)."""
-        p.train_seconds = clock.steps
         state = {"model": model.state_dict(), "model_args": args, "config": settings(), **vars(p),
                  "tokenizer": meta["tokenizer"], "data": data, "versions": versions}
         if name == "ckpt.pt":
@@ -747,10 +740,7 @@ def main(given=()):
             if WORLD > 1:
                 dist.all_gather_object(rng, rng[RANK])
             state |= {"optimizer": opt.state_dict(), "scaler": scaler.state_dict(), "rng": rng}
-        saved = RANK > 0 or save(state, name)
-        if RANK == 0 and saved and name == "ckpt.pt" and keep_checkpoints:
-            keep_copy(p.iter_num)
-        return saved
+        return RANK > 0 or save(state, name)
 
     def judge():
         """Evaluate, save the best weights and count evaluations without a gain."""
@@ -768,27 +758,33 @@ def main(given=()):
 
     def report(losses):
         """Print and log the last step's numbers and the speed since the last report."""
-        steps, seconds = p.iter_num - mark[0], clock.steps - mark[1]
-        mark[:] = p.iter_num, clock.steps
+        nonlocal reported
+        steps, seconds = p.iter_num - reported[0], p.train_seconds - reported[1]
+        reported = p.iter_num, p.train_seconds
         speed = steps * tokens_per_step / seconds
         row = {"step": p.iter_num, "tokens": p.tokens_seen, "train_loss": loss, "lr": lr,
                "grad_norm": norm, "ms": 1000 * seconds / steps, "tokens_per_s": speed,
                "samples_per_s": speed / block_size, "mfu": speed * model.flops_per_token() / rate,
                "memory_mb": peak_memory()}
         log(row | ({"val_loss": losses["val"]} if losses else {}))
-        left = (max_iters - p.iter_num) * seconds / steps
-        left = datetime.timedelta(seconds=round(min(left, 60 * max_minutes or 1e12)))
+        left = datetime.timedelta(seconds=round(min((max_iters - p.iter_num) * seconds / steps, 1e12)))
         say(f"iter {p.iter_num}: loss {loss:.4f}, time {row['ms']:.2f}ms, "
             f"mfu {100 * row['mfu']:.2f}%, norm {norm:.3f}, lr {lr:.2e}, {speed:,.0f} tokens/s, "
             f"{left} left")
 
-    clock, start, saved_at, saved_well = Clock(p.train_seconds), p.iter_num, time.monotonic(), True
-    mark = [start, clock.steps]
+    saved_at, saved_well = time.monotonic(), True
     if max_minutes:
         max_iters = 10 ** 9  # until the speed is known
     x, y = batch(start, 0)
     while True:
         # ---- between two steps: evaluate, log, save, stop
+        if max_minutes and p.tokens_seen:  # in steps, at the mean speed so far
+            seconds = reduce_numbers(p.train_seconds, op="MAX")[0]  # so that the processes agree
+            share = max(0, 60 * max_minutes / seconds - 1)  # of the time that has been
+            max_iters = p.iter_num + round(share * p.tokens_seen / tokens_per_step)
+            if seconds > 48 * max_minutes:  # four fifths are over: the rest is certain
+                say(f"{max_minutes} minutes are {max_iters} steps")
+                max_minutes = 0.0  # so that a resume keeps to these steps
         finished, losses = p.iter_num >= max_iters, None
         if due(eval_interval, p.iter_num, finished) and p.iter_num > p.evaluated_iter:
             losses = judge()  # None if a signal cut it short
@@ -805,7 +801,7 @@ def main(given=()):
             break
 
         # ---- one step
-        clock("between")
+        last = time.perf_counter()
         lr = get_lr(p.iter_num)
         for group in opt.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -835,19 +831,9 @@ def main(given=()):
         if p.iter_num == 1 and fresh and abs(loss - math.log(args["vocab_size"])) > 1:
             say(f"warning: the first loss is {loss:.2f}; a fresh model should be near "
                 f"ln(vocabulary) = {math.log(args['vocab_size']):.2f}")
-        if max_minutes:  # estimate the steps anew after each
-            seconds = reduce_numbers(clock.steps, op="MAX")[0]  # so that the processes agree
-            if p.iter_num == start + 3:
-                warm = seconds  # the first steps are slow
-            elif p.iter_num >= start + 10:
-                pace = (seconds - warm) / (p.iter_num - start - 3)  # seconds per step
-                max_iters = p.iter_num + round(max(0, 60 * max_minutes - seconds) / pace)
-                if seconds > 48 * max_minutes:  # four fifths are over: the rest is certain
-                    say(f"{max_minutes} minutes are {max_iters} steps")
-                    max_minutes = 0.0  # so that a resume keeps to these steps
 
     if benchmark:
-        say(", ".join(f"{k} {100 * v / clock.steps:.1f}%" for k, v in clock.parts.items()))
+        say(", ".join(f"{k} {100 * v / parts.total():.1f}%" for k, v in parts.items()))
     elif code:
         say(f"stopped by signal {int(code)} after step {p.iter_num}; to go on: python train.py "
             f"--init_from=resume --out_dir={out_dir}")
