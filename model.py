@@ -55,17 +55,16 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
-            self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-6)
-        self.qk_norm, self.rope = config.qk_norm, config.rope
+        head_norm = nn.RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm = head_norm(config.n_embd // config.n_head, eps=1e-6)
+        self.k_norm = head_norm(config.n_embd // config.n_head, eps=1e-6)
+        self.rope = config.rope
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).unbind(2)  # (B, T, H, D) each
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)  # (B, H, T, D)
+        v = v.transpose(1, 2)
         if self.rope:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(
@@ -288,7 +287,7 @@ def read_checkpoint(path):
         if not all(v.isfinite().all() for v in state["model"].values()):
             raise ValueError("a weight is not finite")
         if not all(isinstance(state.get(key, {}), dict) for key in ("config", "data")):
-            raise ValueError("config or data is no dict")
+            raise ValueError("its config or data is no dict")
         return state
     except Exception as e:  # a damaged file can raise anything
         reason = " ".join(str(e).split())[:300] or type(e).__name__
@@ -316,23 +315,21 @@ def to_hugging_face(model):
     (all on, no biases). ValueError for a mixture, for which there is no class."""
     import transformers
     c, state = model.config, {k: v.cpu() for k, v in model.state_dict().items()}
+    sizes = dict(vocab_size=c.vocab_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+                 num_attention_heads=c.n_head, max_position_embeddings=c.block_size,
+                 tie_word_embeddings=c.tie_embeddings)
     modern = {c.rmsnorm, c.rope, c.qk_norm, c.swiglu}
     if modern == {False}:
         hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            n_positions=c.block_size, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
-            n_embd=c.n_embd, tie_word_embeddings=c.tie_embeddings, resid_pdrop=c.dropout,
-            embd_pdrop=c.dropout, attn_pdrop=c.dropout))
+            **sizes, resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout))
         zeros = {k: torch.zeros_like(v) for k, v in hf.state_dict().items() if k.endswith("bias")}
         hf.load_state_dict({**zeros, **transposed(state)})
         return hf
     if modern != {True} or c.bias:
         raise ValueError("only all of rmsnorm, rope, qk_norm and swiglu without bias, or none")
     hf = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        max_position_embeddings=c.block_size, vocab_size=c.vocab_size, hidden_size=c.n_embd,
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_head,
-        head_dim=c.n_embd // c.n_head, rope_theta=10000.0, rms_norm_eps=1e-6,
-        intermediate_size=model.transformer.h[0].mlp.c_proj.in_features,
-        tie_word_embeddings=c.tie_embeddings))
+        **sizes, num_key_value_heads=c.n_head, head_dim=c.n_embd // c.n_head, rope_theta=10000.0,
+        rms_norm_eps=1e-6, intermediate_size=model.transformer.h[0].mlp.c_proj.in_features))
     out = {"model.embed_tokens.weight": state["transformer.wte.weight"],
            "model.norm.weight": state["transformer.ln_f.weight"],
            "lm_head.weight": state["lm_head.weight"]}
