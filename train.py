@@ -260,8 +260,7 @@ def make_optimizer(model):
         if "parts" in group:
             group["lr_scale"] *= muon_lr / learning_rate if learning_rate else 0
             group["momentum"] = muon_momentum
-    fused = torch.device(device).type in ("cpu", "cuda")
-    return Muon(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
+    return Muon(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 
 
 # ---- what surrounds a step
@@ -315,19 +314,20 @@ class Progress:
 
 def in_words(step, losses, meta):
     """The losses of an evaluation (nats per token) as a line of text."""
-    line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}, " \
-           f"perplexity {math.exp(min(losses['val'], 99)):.2f}"
+    train, val = losses["train"], losses["val"]
+    line = (f"step {step}: train loss {train:.4f}, val loss {val:.4f}, "
+            f"perplexity {math.exp(min(val, 99)):.2f}")
     if "val" in meta:
-        per_byte = meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)
-        line += f", bits per byte {losses['val'] * per_byte:.4f}"
+        bits = val / math.log(2) * meta["val"]["tokens"]
+        line += f", bits per byte {bits / meta['val']['bytes']:.4f}"
     return line
 
 
-def matmul_rate(kind, seconds=0.1):
-    """FLOP/s of all processes together in square matmuls of a dtype: the best in `seconds`."""
+def matmul_rate(kind):
+    """FLOP/s of all processes together in square matmuls of a dtype: the best in 0.1 s."""
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, kind))
-    best, end = math.inf, time.perf_counter() + seconds
+    best, end = math.inf, time.perf_counter() + 0.1
     while best == math.inf or time.perf_counter() < end:
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
@@ -406,8 +406,7 @@ def get_rng():
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest),
              "torch": torch.get_rng_state()}
-    kind = torch.device(device).type
-    if kind != "cpu":
+    if (kind := torch.device(device).type) != "cpu":
         state[kind] = getattr(torch, kind).get_rng_state()
     return state
 
@@ -416,8 +415,7 @@ def set_rng(state):
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    kind = torch.device(device).type
-    if kind in state:  # cuda or mps
+    if (kind := torch.device(device).type) in state:  # cuda or mps
         getattr(torch, kind).set_rng_state(state[kind])
 
 
@@ -448,9 +446,9 @@ def save(state, name):
 
 def kept_copies(folder):
     """Paths of folder/ckpt_<step>.pt, the newest first."""
-    found = {path: re.search(r"ckpt_(\d+)\.pt$", path)
-             for path in glob.glob(os.path.join(glob.escape(folder), "ckpt_*.pt"))}
-    return sorted(filter(found.get, found), key=lambda path: -int(found[path][1]))
+    paths = glob.glob(os.path.join(glob.escape(folder), "ckpt_*.pt"))
+    steps = {int(m[1]): path for path in paths if (m := re.search(r"ckpt_(\d+)\.pt$", path))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def keep_copy(step):
@@ -565,14 +563,13 @@ def starting_point(given):
     for name, value in {**stored, **fixed}.items():
         if name not in settings() or name in here:
             continue
-        if name in given:
-            if given[name] != value:
-                say(f"changed since the checkpoint: {name} from {value} to {given[name]}")
-            continue
         kind = type(globals()[name])
-        if type(value) is not kind and (kind, type(value)) != (float, int):  # nanoGPT has dropout=0
+        if name in given and given[name] != value:
+            say(f"changed since the checkpoint: {name} from {value} to {given[name]}")
+        elif type(value) is kind or kind is float and type(value) is int:  # nanoGPT's dropout=0
+            globals()[name] = kind(value)
+        else:
             refuse(f"the checkpoint in {out_dir} has {name}={value!r}, which cannot be")
-        globals()[name] = kind(value)
     return {**source, "model_args": {**shape, "dropout": dropout}}, resume
 
 
@@ -645,9 +642,9 @@ def main(given=()):
         with refusing(f"the {WORLD} processes cannot meet"):
             dist.init_process_group(f"cpu:gloo,cuda:{backend}" if "cuda" in device else "gloo",
                                     timeout=datetime.timedelta(minutes=10))
-        here, everywhere = [resume, source.get("iter_num", 0), data], [None] * WORLD
-        dist.all_gather_object(everywhere, here)
-        if any(there != here for there in everywhere):
+        seen = [None] * WORLD
+        dist.all_gather_object(seen, [resume, source.get("iter_num", 0), data])
+        if seen.count(seen[0]) < WORLD:
             refuse(f"the processes do not see the same checkpoint in {out_dir} or the same data in "
                    f"{folder}: both must be on a file system that all machines share")
     if deterministic:
@@ -659,6 +656,8 @@ def main(given=()):
     if rate < base / 2 and not resume:  # a resumed run keeps its dtype
         say(f"{dtype} is {base / rate:.0f} times slower than float32 here: using float32")
         dtype, rate = "float32", base
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of those products
     autocast = torch.autocast(device_type, getattr(torch, dtype), enabled=dtype != "float32")
 
     # model and batches
@@ -668,18 +667,17 @@ def main(given=()):
     model.to(device)
     sequences = batch_size * gradient_accumulation_steps // WORLD  # of one step on this process
     tokens_per_step = sequences * WORLD * block_size
-    micro_steps = math.ceil(sequences / batch_size)
-    while sequences % micro_steps:  # equal micro-batches
-        micro_steps += 1
+    micro_steps = next(n for n in range(1, sequences + 1)  # the fewest micro-batches, all equal
+                       if sequences % n == 0 and sequences // n <= batch_size)
     batch = functools.partial(get_batch, splits["train"], micro_steps=micro_steps)
     run_model = compiled(model, batch(0, 0), autocast) if compile else model
     versions = {"torch": str(torch.__version__), "device": device_type, "processes": WORLD,
                 "threads": torch.get_num_threads(), "compile": run_model is not model}
-    say(f"{folder} ({meta['source']}): {len(splits['train']):,} and {len(splits['val']):,} tokens "
-        f"to train and to validate, {meta['vocab_size']:,} in the vocabulary\n"
-        f"{sum(w.numel() for w in model.parameters()) / 1e6:.2f}M parameters in {dtype}, "
-        f"{optimizer}, {tokens_per_step:,} tokens a step\n{versions}, "
-        f"matrix products at {rate / 1e9:,.0f} GFLOP/s")
+    parameters = sum(w.numel() for w in model.parameters()) / 1e6
+    say(f"{folder} ({meta['source']}): {len(splits['train']):,} tokens to train, "
+        f"{len(splits['val']):,} to validate, vocabulary {meta['vocab_size']:,}\n"
+        f"{parameters:.2f}M parameters in {dtype}, {optimizer}, {tokens_per_step:,} tokens a step\n"
+        f"{versions}, matrix products at {rate / 1e9:,.0f} GFLOP/s")
 
     # the rest of the state; the random generators after everything that draws from them
     opt, p = make_optimizer(model), Progress()
@@ -703,19 +701,19 @@ def main(given=()):
         say(in_words(p.iter_num, evaluate(run_model, splits, autocast), meta))
         return 0
     if benchmark:
-        max_iters, log_interval, eval_interval, patience = p.iter_num + 50, 50, 0, 0
-        max_minutes = 0.0
-    if resume and p.iter_num >= max_iters and not max_minutes and (
-            eval_interval == 0 or p.evaluated_iter == p.iter_num):
-        say(f"already at max_iters={max_iters}; a larger --max_iters goes on")
-        return 0
+        max_iters, log_interval = p.iter_num + 50, 50
+        eval_interval, patience, max_minutes = 0, 0, 0.0
     if resume:
+        evaluated = eval_interval == 0 or p.evaluated_iter == p.iter_num
+        if p.iter_num >= max_iters and evaluated and not max_minutes:
+            say(f"already at max_iters={max_iters}; a larger --max_iters goes on")
+            return 0
         say(f"resuming after step {p.iter_num}")
     log = [].append  # nowhere
     if RANK == 0 and not benchmark:
         take_folder(resume)
         log = open_log(p.iter_num)
-    source = None  # frees its memory
+    del source  # frees its memory
     signal.signal(signal.SIGINT, stop_later)
     signal.signal(signal.SIGTERM, stop_later)
 
@@ -762,15 +760,14 @@ def main(given=()):
         steps, seconds = p.iter_num - reported[0], p.train_seconds - reported[1]
         reported = p.iter_num, p.train_seconds
         speed = steps * tokens_per_step / seconds
+        ms, mfu = 1000 * seconds / steps, speed * model.flops_per_token() / rate
         row = {"step": p.iter_num, "tokens": p.tokens_seen, "train_loss": loss, "lr": lr,
-               "grad_norm": norm, "ms": 1000 * seconds / steps, "tokens_per_s": speed,
-               "samples_per_s": speed / block_size, "mfu": speed * model.flops_per_token() / rate,
-               "memory_mb": peak_memory()}
+               "grad_norm": norm, "ms": ms, "tokens_per_s": speed, "mfu": mfu,
+               "samples_per_s": speed / block_size, "memory_mb": peak_memory()}
         log(row | ({"val_loss": losses["val"]} if losses else {}))
-        left = datetime.timedelta(seconds=round(min((max_iters - p.iter_num) * seconds / steps, 1e12)))
-        say(f"iter {p.iter_num}: loss {loss:.4f}, time {row['ms']:.2f}ms, "
-            f"mfu {100 * row['mfu']:.2f}%, norm {norm:.3f}, lr {lr:.2e}, {speed:,.0f} tokens/s, "
-            f"{left} left")
+        left = datetime.timedelta(seconds=round(min(1e12, (max_iters - p.iter_num) * ms / 1000)))
+        say(f"iter {p.iter_num}: loss {loss:.4f}, time {ms:.2f}ms, mfu {100 * mfu:.2f}%, "
+            f"norm {norm:.3f}, lr {lr:.2e}, {speed:,.0f} tokens/s, {left} left")
 
     saved_at, saved_well = time.monotonic(), True
     if max_minutes:
@@ -778,10 +775,10 @@ def main(given=()):
     x, y = batch(start, 0)
     while True:
         # ---- between two steps: evaluate, log, save, stop
-        if max_minutes and p.tokens_seen:  # in steps, at the mean speed so far
+        if max_minutes and p.train_seconds:  # the steps that fit, at the mean speed so far
             seconds = reduce_numbers(p.train_seconds, op="MAX")[0]  # so that the processes agree
-            share = max(0, 60 * max_minutes / seconds - 1)  # of the time that has been
-            max_iters = p.iter_num + round(share * p.tokens_seen / tokens_per_step)
+            speed = p.tokens_seen / tokens_per_step / seconds  # steps per second
+            max_iters = p.iter_num + round(max(0, 60 * max_minutes - seconds) * speed)
             if seconds > 48 * max_minutes:  # four fifths are over: the rest is certain
                 say(f"{max_minutes} minutes are {max_iters} steps")
                 max_minutes = 0.0  # so that a resume keeps to these steps
