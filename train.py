@@ -523,7 +523,8 @@ def check_settings():
           f"not divide by {WORLD} processes, but by {[n for n in range(1, 65) if whole % n == 0]}")
     for package, wanted in (("wandb", wandb_log), ("tensorboard", tensorboard_log)):
         with refusing(f"{package}_log=True needs the package {package}: pip install {package}"):
-            wanted and importlib.import_module(package)
+            if wanted:
+                importlib.import_module(package)
 
 
 def starting_point(given):
