@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import os
 import re
+import symtable
 import sys
 
 
@@ -63,12 +64,10 @@ def configure(settings, argv=None):
             space = {k: settings[k] for k in known}
             with refusing(f"cannot use the config file '{arg}'"):
                 with open(arg, encoding="utf-8") as f:
-                    tree = ast.parse(f.read(), arg)
-                exec(compile(tree, arg, "exec"), space)
-            stored = [n.id for part in tree.body if not isinstance(part, ast.FunctionDef)
-                      for n in ast.walk(part)
-                      if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-            for name in dict.fromkeys(stored):
+                    text = f.read()
+                exec(compile(text, arg, "exec"), space)
+            symbols = symtable.symtable(text, arg, "exec").get_symbols()
+            for name in (s.get_name() for s in symbols if s.is_assigned()):
                 if name in space and name[0] != "_" and not callable(space[name]):
                     take(name, space[name], arg)
         elif not equals:
