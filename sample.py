@@ -30,6 +30,7 @@ export = ""  # a folder: write the model for Hugging Face instead of text
 
 
 def main():
+    """Check the settings, load the model, print the samples or export it."""
     if not (0 <= temperature < 1e6 and top_k >= 0 and 0 < top_p <= 1 and max_new_tokens >= 0):
         refuse("temperature, top_k and max_new_tokens must be 0 or more, top_p in (0, 1]")
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -50,7 +51,7 @@ def main():
     prompt = start
     if start.startswith("FILE:"):
         with refusing("cannot read the prompt"), \
-                open(start.removeprefix("FILE:"), encoding="utf-8") as f:
+                open(start.removeprefix("FILE:"), encoding="utf-8", newline="") as f:
             prompt = f.read()
     ids = encoding.encode(prompt, allowed_special="all") or [encoding.eot_token]
     if len(ids) > model.config.block_size:
@@ -63,11 +64,11 @@ def main():
             print(prompt, end="", flush=True)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token can end inside
             x = torch.tensor([ids], device=device)
-            for token in model.generate(x, max_new_tokens, temperature, top_k, top_p):
-                if token.item() >= encoding.eot_token:  # the end, or padding of the vocabulary
+            for token in map(int, model.generate(x, max_new_tokens, temperature, top_k, top_p)):
+                if token >= encoding.eot_token:  # the end, or padding of the vocabulary
                     break
-                text = encoding.decode_single_token_bytes(token.item())  # a character
-                print(decoder.decode(text), end="", flush=True)
+                text = decoder.decode(encoding.decode_single_token_bytes(token))
+                print(text, end="", flush=True)
             print(decoder.decode(b"", final=True), "\n---------------", sep="")
 
 
