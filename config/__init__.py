@@ -63,13 +63,15 @@ def configure(settings, argv=None):
         if not arg.startswith("--"):
             space = {k: settings[k] for k in known}
             with refusing(f"cannot use the config file '{arg}'"):
-                with open(arg, encoding="utf-8") as f:
+                with open(arg, encoding="utf-8-sig") as f:
                     text = f.read()
                 exec(compile(text, arg, "exec"), space)
             symbols = symtable.symtable(text, arg, "exec").get_symbols()
-            for name in (s.get_name() for s in symbols if s.is_assigned()):
-                if name in space and name[0] != "_" and not callable(space[name]):
-                    take(name, space[name], arg)
+            assigned = {s.get_name() for s in symbols if s.is_assigned()}
+            for name, value in space.items():
+                changed = name in known and value is not settings[name]  # also by an import *
+                if (name in assigned or changed) and name[0] != "_" and not callable(value):
+                    take(name, value, arg)
         elif not equals:
             refuse(f"{arg}: give it a value, {arg}=VALUE")
         else:
