@@ -47,7 +47,8 @@ def main():
 
     if "tokenizer" not in source and model.config.vocab_size < 50257:
         refuse("the checkpoint says nothing of its tokenizer, and it is not GPT-2's")
-    encoding = load_tokenizer(source.get("tokenizer", {"name": "gpt2"}))
+    with refusing("cannot use the checkpoint's tokenizer"):
+        encoding = load_tokenizer(source.get("tokenizer", {"name": "gpt2"}))
     prompt = start
     if start.startswith("FILE:"):
         with refusing("cannot read the prompt"), \

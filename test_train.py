@@ -590,6 +590,13 @@ def test_what_is_not_saved_keeps_the_old_file_and_is_told(folder, step, fault, l
     assert left is None or step_saved(folder) == left
 
 
+def test_an_output_that_cannot_be_written_ends_no_run(folder):
+    def full():
+        sys.stdout = open("/dev/full", "w")
+    assert launch(folder, patch=full).code == 0
+    assert_same(folder, a_run())
+
+
 def test_order_of_a_save(folder):
     """Write, fsync, read back, replace, fsync the folder: the old file is whole at any moment."""
     def trace():
@@ -738,9 +745,14 @@ def test_lock(folder):
 def test_fresh_start_keeps_the_old_run(folder):
     clone(a_run(), folder)
     before = {p.name: p.read_bytes() for p in (folder / "out").iterdir() if p.name != "lock"}
+    theirs = [folder / "out/notes.tmp", folder / "out/table.csv"]  # not the trainer's
+    for path in theirs:
+        path.touch()
     done = launch(folder, init_from="scratch", seed=2)
     assert done.code == 0 and os.path.join("out", "old-1") in done.out
     assert {p.name: p.read_bytes() for p in (folder / "out/old-1").iterdir()} == before
+    for path in theirs:
+        path.unlink()  # is still there
     assert_ends_well(folder, init_from="scratch")
     assert load(folder, "out/old-2/ckpt.pt")["config"]["seed"] == 2
 
@@ -2168,9 +2180,11 @@ CONFIG = ("import math\n_half = 3\n\ndef twice(x):\n    return 2 * x\n\n"
     (["--name=5", "--rate=-1e-3"], {"name": "5", "rate": -1e-3}),
     (["--steps=1", "--steps=2"], {"steps": 2}),
     (["--steps=20", "c.py"], {"steps": 26, "rate": 2.0, "name": "xy"}),
-    (["c.py", "--steps=20"], {"steps": 20, "rate": 2.0, "name": "xy"})])
+    (["c.py", "--steps=20"], {"steps": 20, "rate": 2.0, "name": "xy"}),
+    (["d.py"], {"steps": 16, "rate": 2.0, "name": "xy"})])
 def test_settings_take_the_type_of_their_default_and_the_later_wins(tmp_path, args, given):
-    (tmp_path / "c.py").write_text(CONFIG)
+    (tmp_path / "c.py").write_text(CONFIG, encoding="utf-8-sig")
+    (tmp_path / "d.py").write_text("exec(open('c.py', encoding='utf-8-sig').read())")
     s = dict(DEFAULTS)
     with contextlib.chdir(tmp_path):
         assert configure(s, args) == given and s == {**DEFAULTS, **given}

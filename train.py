@@ -115,9 +115,10 @@ def settings():
 
 
 def say(message):
-    """Print, from the first process only."""
+    """Print, from the first process only; a full disk or a closed pipe there ends no run."""
     if RANK == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, flush=True)
 
 
 # ---- the parts of a step
@@ -485,7 +486,7 @@ def newest_checkpoint(folder):
 def load_weights(name):
     """`model_args`, `model` and more of GPT-2 (gpt2, gpt2-medium, ...) or of a checkpoint file."""
     with refusing(f"init_from={name} cannot be loaded"):
-        if not name.startswith("gpt2"):
+        if not name.startswith("gpt2") or os.path.isfile(name):
             return read_checkpoint(name)
         args, state = from_hugging_face(name)  # needs the package transformers
         return {"model_args": args, "model": state, "tokenizer": {"name": "gpt2"}}
@@ -512,7 +513,7 @@ def check_settings():
         check(value in legal, f"{name}={value} must be one of {', '.join(legal)}")
     check(not decay_lr or lr_schedule == "constant" or min_lr <= learning_rate,
           f"min_lr={min_lr} must not be above learning_rate={learning_rate}")
-    check(layer_lr_decay > 0, "layer_lr_decay must be above 0; 1 is off")
+    check(0 < layer_lr_decay <= 1, "layer_lr_decay must be above 0 and at most 1, which is off")
     check(n_embd % n_head == 0, f"n_embd={n_embd} must be a multiple of n_head={n_head}")
     check(not rope or n_embd // n_head % 2 == 0,
           f"rope rotates pairs: n_embd / n_head = {n_embd // n_head} must be even")
@@ -582,7 +583,8 @@ def take_folder(resume):
         lock = os.open(path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
         if fcntl:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
-        files = [f for f in os.listdir(out_dir) if f.endswith((".pt", ".csv", ".png"))]
+        ours = re.compile(r"(ckpt|ckpt_\d+|best)\.pt|log\.csv|loss\.png").fullmatch
+        files = [f for f in os.listdir(out_dir) if ours(f)]
         if not resume and any(f.endswith(".pt") for f in files):
             old = next(o for n in range(1, 10 ** 6) if not os.path.exists(o := path(f"old-{n}")))
             os.mkdir(old)
@@ -590,7 +592,7 @@ def take_folder(resume):
                 os.replace(path(f), os.path.join(old, f))
             say(f"the run that was in {out_dir} is kept in {old}")
         for f in os.listdir(out_dir):
-            if f.endswith(".tmp"):  # of a save that was killed
+            if f.endswith(".tmp") and ours(f[:-4]):  # of a save that was killed
                 os.remove(path(f))
 
 
@@ -698,6 +700,8 @@ def main(given=()):
                     say(f"not bit-exact from here: {k} was {old}, now {versions.get(k)}")
             if len(source.get("rng", ())) == WORLD:
                 set_rng(source["rng"][RANK])
+            else:
+                say("not bit-exact from here: the random generators are not those of the checkpoint")
     if eval_only:
         say(in_words(p.iter_num, evaluate(run_model, splits, autocast), meta))
         return 0
