@@ -4,16 +4,19 @@ $ python prepare.py                                      # TinyStories, or the b
 $ python prepare.py --input=book.txt --dataset=book      # your own text
 $ python prepare.py --input='more/,*.jsonl.gz' --val_input=held_out.txt --dataset=mine
 
-The documents are copied in blocks that belong to one split, the tokenizer is trained on a sample
-of the training blocks, all cores encode them, and only complete files get their final names.
-Memory stays flat, and the number of cores does not change the result.
+The documents are copied to a file per split, the tokenizer is trained on a sample of the training
+text, all cores encode blocks of it, and only complete files get their final names. Memory stays
+flat, and the number of cores does not change the result.
 """
 import base64
+import concurrent.futures
 import contextlib
 import glob
 import gzip
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -34,7 +37,7 @@ val_input = ""  # the same, for a validation text of its own
 val_fraction = 0.1  # share of documents (of bytes, if there is one) for validation
 separator = "<|endoftext|>"  # parts the documents of a file; '' makes each file one document
 text_field = "text"  # of a line of a .jsonl file, which is one document
-dedup = False  # drop exact duplicates (of up to 4 MB); takes about 100 bytes per document
+dedup = False  # drop exact duplicates (of up to 4 MB); takes 100 bytes of memory per document
 errors = "strict"  # 'replace' puts U+FFFD for bytes that are not UTF-8
 tokenizer = "bpe"  # trained on the training split; or 'gpt2', or 'byte'
 vocab_size = 4096  # of bpe, the end of text included; 257 to 65536
@@ -71,12 +74,12 @@ def load_tokenizer(spec):
 
 
 def read_meta(folder):
-    """A data folder's meta.json, checked; its 'tokenizer' is what load_tokenizer takes."""
+    """A data folder's meta.json, checked; its 'tokenizer' is what load_tokenizer takes.
+
+    A folder without one is nanoGPT's, with GPT-2's tokens. Damage ends the program in one line.
+    """
     cure = f"python prepare.py --dataset={os.path.basename(folder)} makes one"
-    for path in (f"{folder}/train.bin", f"{folder}/val.bin"):
-        if not os.path.exists(path):
-            refuse(f"there is no {path}, {cure}")
-    if not os.path.exists(f"{folder}/meta.json"):  # nanoGPT's
+    if not os.path.exists(f"{folder}/meta.json"):
         return {"source": "no meta.json, so GPT-2's tokens", "tokenizer": {"name": "gpt2"},
                 "vocab_size": 50257, "eot": 50256}
     with refusing(f"{folder}/meta.json is damaged, {cure}"):
@@ -98,24 +101,26 @@ def read_meta(folder):
 
 
 def read_tokens(folder, split, vocab_size, block_size):
-    """The token ids in a split's .bin, all of them checked; and [their number, their CRC]."""
-    path = os.path.join(folder, f"{split}.bin")
-    with refusing(f"cannot read {path}, which python prepare.py "
+    """A split's token ids, (tokens,) uint16, all of them checked; and [their number, their CRC].
+
+    A missing file, an id that is no token or too few tokens end the program in one line.
+    """
+    path, crc = f"{folder}/{split}.bin", 0
+    with refusing(f"cannot use {path}, which python prepare.py "
                   f"--dataset={os.path.basename(folder)} makes"):
         size = os.path.getsize(path)
         if size % 2:
-            refuse(f"{path} has an odd number of bytes, {size}: not uint16 tokens, or cut off")
+            raise ValueError(f"an odd number of bytes, {size}: not uint16 tokens, or cut off")
         if size // 2 <= block_size:
-            refuse(f"{path} has {size // 2} tokens, too few for block_size={block_size}, which "
-                   "needs one more than that: lower block_size or prepare more text")
+            raise ValueError(f"{size // 2} tokens are too few for block_size={block_size}, which "
+                             "needs one more than that: lower block_size or prepare more text")
         tokens = np.asarray(np.memmap(path, "<u2", "r"))
-    crc = 0
-    for i in range(0, len(tokens), 1 << 24):
-        part = tokens[i:i + (1 << 24)]
-        if part.max() >= vocab_size:
-            at = int((part >= vocab_size).argmax())
-            refuse(f"{path}: token {i + at} is {part[at]}, but there are only {vocab_size} ids")
-        crc = zlib.crc32(part, crc)
+        for i in range(0, len(tokens), 1 << 24):
+            part = tokens[i:i + (1 << 24)]
+            if part.max() >= vocab_size:
+                at = i + int((part >= vocab_size).argmax())
+                raise ValueError(f"token {at} is {tokens[at]}, there are only {vocab_size} ids")
+            crc = zlib.crc32(part, crc)
     return tokens, [len(tokens), crc]
 
 
@@ -130,54 +135,55 @@ def progress(label, done, total=0):
 
 
 def sync(path):
-    """Wait until a file, or the names in a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    """Wait until a file, or the names in a folder (not on Windows, it cannot), are on the disk."""
+    folder = os.path.isdir(path)
+    if not folder or os.name == "posix":
+        fd = os.open(path, os.O_RDONLY if folder else os.O_RDWR)  # Windows wants write access
+        os.fsync(fd)
+        os.close(fd)
 
 
 def download(url, path):
     """Fetch a URL into a file, once; go on behind a cut as long as each try brings more."""
     import http.client
     import urllib.request
-    part, before, reason = f"{path}.part", -1, None
+    part, have, reason = f"{path}.part", -1, None
     while not os.path.exists(path):
-        have = os.path.getsize(part) if os.path.exists(part) else 0
+        before, have = have, os.path.getsize(part) if os.path.exists(part) else 0
         if have <= before:
             raise ConnectionError(f"{url}: {reason}")
-        before = have
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, \
                     open(part, "ab" if answer.status == 206 else "wb") as f:  # 206: it is the rest
-                total = answer.length and f.tell() + answer.length
+                left = answer.headers["Content-Length"]
+                total = f.tell() + int(left) if left else 0
                 while data := answer.read(BLOCK):
                     f.write(data)
                     progress(f"download {os.path.basename(path)}", f.tell(), total)
             reason = f"cut before the end of {total} bytes"
-            if total in (None, os.path.getsize(part)):
+            if total in (0, os.path.getsize(part)):
                 sync(part)
                 os.replace(part, path)
         except (OSError, http.client.HTTPException) as e:
             reason = e
             if getattr(e, "code", None) == 416 and have:  # the part is no beginning of this file
                 os.remove(part)
-                before = -1
+                have = -1
 
 
 def find(names, folder):
     """The paths of the files in a comma list; what a URL names is kept in `folder`."""
     paths = []
     for name in filter(None, names.split(",")):
+        path = "/dev/stdin" if name == "-" else name
         if "://" in name:  # the checksum, as another URL may end in the same name
             base = os.path.basename(name.partition("?")[0])
-            found = [f"{folder}/{zlib.crc32(name.encode()):08x}-{base}"]
-            download(name, found[0])
-        else:
-            path = "/dev/stdin" if name == "-" else name
-            pattern = glob.escape(path) if os.path.exists(path) else path
-            pattern += "/**" if os.path.isdir(path) else ""
-            found = [p for p in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(p)]
+            path = f"{folder}/{zlib.crc32(name.encode()):08x}-{base}"
+            download(name, path)
+        pattern = glob.escape(path) if os.path.exists(path) else path
+        pattern += "/**" if os.path.isdir(path) else ""
+        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(p)]
         if not found:
             refuse(f"there is no input file '{name}'")
         paths += found
@@ -187,8 +193,7 @@ def find(names, folder):
 def find_all(folder):
     """What the text is, in a few words, and the paths of the files of input and of val_input."""
     if input:
-        source = re.sub("[^,]+://[^,]*/", "", input)
-        return source, find(input, folder), find(val_input, folder)
+        return re.sub("[^,]+://[^,]*/", "", input), find(input, folder), find(val_input, folder)
     try:
         paths = [find(f"{TINYSTORIES}{split}.txt", folder) for split in ("train", "valid")]
         print("the text is TinyStories")
@@ -210,15 +215,14 @@ def json_lines(f):
 def pieces(f):
     """Yield the documents of a text as (bytes, ends), a long one in parts, `ends` with the last."""
     mark = separator.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
-    rest, split = "", re.compile(re.escape(mark) + "\n?").split  # the line break belongs to it
+    rest, split = "", re.compile(re.escape(mark) + "(?:\r?\n)?").split  # its line break goes too
     while chunk := f.read(LONGEST):
         rest += chunk
         if mark:
-            if rest.endswith(mark):
-                rest += f.read(1)  # perhaps the line break
+            while rest.endswith((mark, f"{mark}\r")) and (more := f.read(1)):
+                rest += more  # perhaps the line break
             *whole, rest = split(rest)
-            for text in whole:
-                yield text.encode(), True
+            yield from ((text.encode(), True) for text in whole)
         if len(rest) > LONGEST + len(mark):
             end = len(rest) - len(mark) - 1  # a separator may begin behind it
             yield rest[:end].encode(), False
@@ -241,62 +245,62 @@ def documents(paths):
                 refuse(f"{path}: byte {at} is not UTF-8, --errors=replace puts U+FFFD for it")
 
 
-def gather(paths, val_paths, copy):
-    """Write the documents to the file `copy`, each followed by 0xFF, which UTF-8 never uses.
+def gather(paths, val_paths, temp):
+    """Copy the documents to temp/train.txt and val.txt, each followed by 0xFF, never in UTF-8.
 
     The checksum of a document decides its split, so it stays there when other text is added;
     where that leaves a split empty, the last one, or its end, is val. Returns the units of work,
     {split: [(path, start, stop)]}, how many documents were dropped, the longest and shortest size.
     """
-    jobs, buffers = {"train": [], "val": []}, {"train": bytearray(), "val": bytearray()}
     counts, seen = {"empty": 0, "duplicate": 0, "longest": 0, "shortest": 1 << 62}, set()
-
-    def flush(split):
-        start = copy.tell()
-        copy.write(buffers[split])
-        jobs[split].append((copy.name, start, copy.tell()))
-        buffers[split].clear()
-
-    for group, share in ((val_paths, 1), (paths, 0 if val_paths else val_fraction)):
-        size = 0  # of the document so far
-        for text, ends in documents(group):
-            if not size:
-                split = "val" if zlib.crc32(text[:LONGEST]) < share * 2**32 else "train"
-            if ends and not size:  # the document is whole
-                if not text.strip() or dedup and hash(text) in seen:
-                    counts["duplicate" if text.strip() else "empty"] += 1
-                    continue
-                if dedup:
-                    seen.add(hash(text))
-            buffers[split] += text
-            size += len(text)
-            if ends:
-                buffers[split] += b"\xff"
-                counts["longest"] = max(counts["longest"], size)
-                counts["shortest"] = min(counts["shortest"], size)
-                last, size = size, 0
-            if len(buffers[split]) >= BLOCK:
-                flush(split)
-    for split in jobs:
-        if buffers[split]:
-            flush(split)
-    whole = jobs["train"] + jobs["val"]
-    if whole and not val_paths and whole in (jobs["train"], jobs["val"]):
-        cut = copy.tell() - 1 - last or max(1, int(last * (1 - val_fraction)))
-        while copy.seek(cut) and re.match(rb"[\x80-\xbf\xff]", copy.read(1)):
-            cut -= 1  # to the beginning of a character
-        jobs["train"] = [(copy.name, a, min(b, cut)) for _, a, b in whole if a < cut]
-        jobs["val"] = [(copy.name, max(a, cut), b) for _, a, b in whole if b > cut]
+    cuts, size = {"train": [0], "val": [0]}, 0  # of the document so far
+    with open(f"{temp}/train.txt", "wb") as train, open(f"{temp}/val.txt", "wb") as val:
+        files = {"train": train, "val": val}
+        for share, group in ((1, val_paths), (0 if val_paths else val_fraction, paths)):
+            for text, ends in documents(group):
+                if not size:  # it begins
+                    split = "val" if zlib.crc32(text[:LONGEST]) < share * 2**32 else "train"
+                if ends and not size:  # it is whole
+                    if not text.strip() or dedup and hash(text) in seen:
+                        counts["duplicate" if text.strip() else "empty"] += 1
+                        continue
+                    if dedup:  # of a billion documents, 64 bits drop a wrong one at odds of 3%
+                        seen.add(hash(text))
+                size += len(text)
+                files[split].write(text + b"\xff" if ends else text)
+                if ends:
+                    counts["longest"] = max(counts["longest"], size)
+                    counts["shortest"] = min(counts["shortest"], size)
+                    last, size = size, 0
+                stop = files[split].tell()
+                if stop - cuts[split][-1] >= BLOCK:
+                    cuts[split].append(stop)
+                    progress("read", train.tell() + val.tell())
+        jobs = {split: [(f.name, a, b) for a, b in itertools.pairwise([*cuts[split], f.tell()])
+                        if a < b] for split, f in files.items()}
+    whole = jobs["train"] or jobs["val"]
+    if whole and not val_paths and not all(jobs.values()):
+        path, _, stop = whole[-1]
+        cut = stop - 1 - last or max(1, int(last * (1 - val_fraction)))
+        with open(path, "rb") as f:
+            while f.seek(cut) and re.match(rb"[\x80-\xbf\xff]", f.read(1)):
+                cut -= 1  # to the beginning of a character
+        jobs = {"train": [(path, a, min(b, cut)) for _, a, b in whole if a < cut],
+                "val": [(path, max(a, cut), b) for _, a, b in whole if b > cut]}
     return jobs, counts
 
 
 def texts(job):
-    """The documents of a job, (path, start, stop), as lists of parts of up to BLOCK characters."""
+    """Yield the text of a unit of work in parts of up to BLOCK characters, "" between documents."""
     path, start, stop = job
     with open(path, "rb") as f:
         f.seek(start)
-        found = [text.decode() for text in f.read(stop - start).split(b"\xff")]
-    return [[text[i:i + BLOCK] for i in range(0, len(text), BLOCK)] for text in found]
+        found = f.read(stop - start).split(b"\xff")
+    for number, text in enumerate(map(bytes.decode, found)):
+        if number:
+            yield ""
+        for i in range(0, len(text), BLOCK):  # millions of spaces overflow the tokenizers' stack
+            yield text[i:i + BLOCK]
 
 
 def train_bpe(samples):
@@ -304,14 +308,13 @@ def train_bpe(samples):
     import rustbpe
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(samples, vocab_size - 1, buffer_size=128, pattern=PATTERN)
-    ranked = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-    tokens = dict.fromkeys(token for _, token in ranked)  # two merges may spell one token
+    ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    tokens = dict.fromkeys(bytes(token) for token, _ in ranked)  # two merges may spell one token
     return "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
 
 
 def start_worker(spec):
     """Load the tokenizer into this process, which ends when its parent does, even by kill -9."""
-    import multiprocessing
     global encoding
     encoding = load_tokenizer(spec)
     if parent := multiprocessing.parent_process():
@@ -319,22 +322,17 @@ def start_worker(spec):
 
 
 def encode(job):
-    """A job -> (its token ids, bytes of text, documents that end in it)."""
+    """The token ids of a unit of work, (tokens,) little-endian uint16."""
+    end, tokens = np.array([encoding.eot_token], np.uint32), encoding.encode_to_numpy
     try:
-        ids, found = [], texts(job)
-        for parts in found:
-            ids += [encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
-            ids.append([encoding.eot_token])
-        ended = len(found) - 1
-        return np.concatenate(ids[:-1]).astype("<u2"), job[2] - job[1] - ended, ended
+        ids = [tokens(part, disallowed_special=()) if part else end for part in texts(job)]
+        return np.concatenate(ids).astype("<u2")
     except Exception as e:
         raise RuntimeError(f"{job[0]}, byte {job[1]}: {e}")
 
 
 def encode_all(jobs, spec):
     """Yield encode(job) for all jobs, in order."""
-    import concurrent.futures
-    import multiprocessing
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(processes or cores, 1 + len(jobs) // 4)  # a short text needs no other
     if workers == 1:
@@ -343,10 +341,12 @@ def encode_all(jobs, spec):
         return
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), start_worker, (spec,))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is not for workers
-    results = pool.map(encode, jobs)  # starts them
-    signal.signal(signal.SIGINT, handler)
     try:
+        if posix := os.name == "posix":  # the workers inherit it: Ctrl-C is for this process alone
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        results = pool.map(encode, jobs)  # starts them
+        if posix:  # a Ctrl-C of meanwhile comes now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         yield from results
     finally:
         pool.shutdown(cancel_futures=True)
@@ -356,7 +356,7 @@ def publish(temp, folder):
     """Replace the data set. Where train.bin stands, the other files are there and belong to it."""
     names = ["train.bin", "meta.json", "val.bin", "tokenizer.tiktoken"]
     for name in names:
-        if os.path.exists(f"{folder}/{name}"):
+        with contextlib.suppress(FileNotFoundError):
             os.remove(f"{folder}/{name}")
     for name in reversed(names):
         if os.path.exists(f"{temp}/{name}"):
@@ -368,44 +368,42 @@ def publish(temp, folder):
 
 def prepare(folder, temp):
     """Make the data set in `temp`, move it to `folder`, print a summary."""
-    start, spec = time.monotonic(), {"name": tokenizer}
+    began, spec = time.monotonic(), {"name": tokenizer}
     if tokenizer == "gpt2":
         load_tokenizer(spec)  # refuses before any work
     source, paths, val_paths = find_all(folder)
-    with open(f"{temp}/text", "w+b") as copy:
-        jobs, counts = gather(paths, val_paths, copy)
-    for split in jobs:
-        if not jobs[split]:
-            refuse(f"there is not enough text in {source} for a {split} split")
+    jobs, counts = gather(paths, val_paths, temp)
+    sizes = {split: sum(stop - start for _, start, stop in jobs[split]) for split in jobs}
+    if not all(sizes.values()):
+        refuse(f"there is not enough text in {source} for a train and a val split")
 
     if tokenizer == "bpe":
-        size = sum(stop - start for _, start, stop in jobs["train"])
-        step = -(-size // (bpe_sample_mb * 10**6))  # every step-th block is the sample
-        sample = (part for job in jobs["train"][::step] for parts in texts(job) for part in parts)
+        step = -(-sizes["train"] // (bpe_sample_mb * 10**6))  # every step-th block is the sample
+        sample = (part for job in jobs["train"][::step] for part in texts(job))
         spec |= {"pattern": PATTERN, "ranks": train_bpe(sample)}
         with open(f"{temp}/tokenizer.tiktoken", "w", encoding="ascii") as f:
             f.write(spec["ranks"])
     vocabulary = load_tokenizer(spec)
     meta = {"source": source, "tokenizer": {k: v for k, v in spec.items() if k != "ranks"},
             "vocab_size": vocabulary.n_vocab, "eot": vocabulary.eot_token}
-    total, done = os.path.getsize(copy.name), 0
+    done = 0
     with contextlib.closing(encode_all(jobs["train"] + jobs["val"], spec)) as results:
         for split in jobs:
-            count, sha256 = {"tokens": 0, "bytes": 0, "documents": 0}, hashlib.sha256()
+            ends, sha256 = 0, hashlib.sha256()
             with open(f"{temp}/{split}.bin", "wb") as f:
-                for _, (ids, size, ended) in zip(jobs[split], results):
+                for (_, start, stop), ids in zip(jobs[split], results):
                     f.write(ids)
                     sha256.update(ids)
-                    for key, more in zip(count, (len(ids), size, ended)):
-                        count[key] += more
-                    done += size + ended
-                    progress("encode", done, total)
-            meta[split] = count | {"sha256": sha256.hexdigest()}
+                    ends += int((ids == vocabulary.eot_token).sum())
+                    done += stop - start
+                    progress("encode", done, sum(sizes.values()))
+                meta[split] = {"tokens": f.tell() // 2, "bytes": sizes[split] - ends,
+                               "documents": ends, "sha256": sha256.hexdigest()}
     with open(f"{temp}/meta.json", "w", encoding="utf-8") as f:
         json.dump(meta, f, indent=1)
     publish(temp, folder)
 
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - began
     size, tokens = (meta["train"][key] + meta["val"][key] for key in ("bytes", "tokens"))
     for split in jobs:
         print("{:5} {documents:>11,} documents {tokens:>14,} tokens".format(split, **meta[split]),
@@ -433,7 +431,7 @@ def main():
     except KeyboardInterrupt:
         print("prepare.py: interrupted", file=sys.stderr)
         raise SystemExit(130)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError, ValueError) as e:
         refuse(f"{folder}: {e}")
     finally:
         shutil.rmtree(temp, ignore_errors=True)
