@@ -432,8 +432,7 @@ def save(state, name):
             os.fsync(f.fileno())
         check_file(path + ".tmp")
         os.replace(path + ".tmp", path)
-        if os.name == "posix":  # the new name is on the disk when its folder is
-            sync(out_dir)
+        sync(out_dir)  # the new name is on the disk when its folder is
     except Exception as e:  # a full disk is torch's RuntimeError, a damaged file a BadZipFile
         size = sum(v.nbytes for v in state["model"].values()) * (3 if "optimizer" in state else 1)
         say(f"warning: {path} is not saved, about {size / 1e6:.1f} MB: {e}")
