@@ -253,7 +253,8 @@ def gather(paths, val_paths, temp):
     {split: [(path, start, stop)]}, how many documents were dropped, the longest and shortest size.
     """
     counts, seen = {"empty": 0, "duplicate": 0, "longest": 0, "shortest": 1 << 62}, set()
-    cuts, size = {"train": [0], "val": [0]}, 0  # of the document so far
+    cuts, at = {"train": [0], "val": [0]}, {"train": 0, "val": 0}  # of the blocks; bytes written
+    size = 0  # of the document so far
     with open(f"{temp}/train.txt", "wb") as train, open(f"{temp}/val.txt", "wb") as val:
         files = {"train": train, "val": val}
         for share, group in ((1, val_paths), (0 if val_paths else val_fraction, paths)):
@@ -267,17 +268,16 @@ def gather(paths, val_paths, temp):
                     if dedup:  # of a billion documents, 64 bits drop a wrong one at odds of 3%
                         seen.add(hash(text))
                 size += len(text)
-                files[split].write(text + b"\xff" if ends else text)
+                at[split] += files[split].write(text + b"\xff" if ends else text)
                 if ends:
                     counts["longest"] = max(counts["longest"], size)
                     counts["shortest"] = min(counts["shortest"], size)
                     last, size = size, 0
-                stop = files[split].tell()
-                if stop - cuts[split][-1] >= BLOCK:
-                    cuts[split].append(stop)
-                    progress("read", train.tell() + val.tell())
-        jobs = {split: [(f.name, a, b) for a, b in itertools.pairwise([*cuts[split], f.tell()])
-                        if a < b] for split, f in files.items()}
+                if at[split] - cuts[split][-1] >= BLOCK:
+                    cuts[split].append(at[split])
+                    progress("read", sum(at.values()))
+    jobs = {split: [(f.name, a, b) for a, b in itertools.pairwise([*cuts[split], at[split]])
+                    if a < b] for split, f in files.items()}
     whole = jobs["train"] or jobs["val"]
     if whole and not val_paths and not all(jobs.values()):
         path, _, stop = whole[-1]
