@@ -78,7 +78,7 @@ def read_meta(folder):
 
     A folder without one is nanoGPT's, with GPT-2's tokens. Damage ends the program in one line.
     """
-    cure = f"python prepare.py --dataset={os.path.basename(folder)} makes one"
+    cure = f"python prepare.py --input=TEXT --dataset={os.path.basename(folder)} makes one"
     if not os.path.exists(f"{folder}/meta.json"):
         return {"source": "no meta.json, so GPT-2's tokens", "tokenizer": {"name": "gpt2"},
                 "vocab_size": 50257, "eot": 50256}
@@ -106,7 +106,7 @@ def read_tokens(folder, split, vocab_size, block_size):
     A missing file, an id that is no token or too few tokens end the program in one line.
     """
     path, crc = f"{folder}/{split}.bin", 0
-    with refusing(f"cannot use {path}, which python prepare.py "
+    with refusing(f"cannot use {path}, which python prepare.py --input=TEXT "
                   f"--dataset={os.path.basename(folder)} makes"):
         size = os.path.getsize(path)
         if size % 2:

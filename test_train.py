@@ -1361,7 +1361,7 @@ def test_a_damaged_data_folder_is_refused_in_one_line(prep, name, harm):
     harm(Path("data/d", name))
     status, out, err = outcome(prepare.read_meta, "data/d")
     assert status == 2 and out == "" and err.count("\n") == 1, err
-    assert f"data/d/{name}" in err and "python prepare.py --dataset=d " in err
+    assert f"data/d/{name}" in err and "python prepare.py --input=TEXT --dataset=d " in err
 
 
 @pytest.mark.parametrize("room", [100_000, 300_000])  # the copy of the text fails, a bin fails

@@ -679,7 +679,8 @@ def main(given=()):
     say(f"{folder} ({meta['source']}): {len(splits['train']):,} tokens to train, "
         f"{len(splits['val']):,} to validate, vocabulary {meta['vocab_size']:,}\n"
         f"{parameters:.2f}M parameters in {dtype}, {optimizer}, {tokens_per_step:,} tokens a step\n"
-        f"{versions}, matrix products at {rate / 1e9:,.0f} GFLOP/s")
+        f"{', '.join(f'{k} {v}' for k, v in versions.items())}, "
+        f"matrix products at {rate / 1e9:,.0f} GFLOP/s")
 
     # the rest of the state; the random generators after everything that draws from them
     opt, p = make_optimizer(model), Progress()

@@ -58,7 +58,7 @@ def configure(settings, argv=None):
 
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
-        if arg == "--help":
+        if arg in ("-h", "--help"):
             continue
         if not arg.startswith("--"):
             space = {k: settings[k] for k in known}
@@ -79,7 +79,7 @@ def configure(settings, argv=None):
                 with contextlib.suppress(Exception):  # it stays a str, which take() refuses
                     value = ast.literal_eval(value)
             take(name, value, arg)
-    if "--help" in argv:
+    if {"-h", "--help"} & {*argv}:
         show(settings)
     return given
 
