@@ -1,5 +1,5 @@
 # TinyStories, 4 layers of 128 channels. Expect 1.32 bits per byte after 100 steps on its first
-# 0.94 MB, 3 minutes on 2 CPU cores; the whole of TinyStories was not measured.
+# 0.94 MB, 2 minutes on 2 CPU cores; the whole of TinyStories was not measured.
 # $ python prepare.py && python train.py config/tinystories.py
 dataset = "tinystories"
 batch_size, block_size = 12, 512
