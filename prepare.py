@@ -73,12 +73,17 @@ def load_tokenizer(spec):
                              special_tokens={"<|endoftext|>": len(ranks)})
 
 
+def maker(folder):
+    """The command that makes a data folder."""
+    return f"python prepare.py --input=TEXT --dataset={os.path.basename(folder)}"
+
+
 def read_meta(folder):
     """A data folder's meta.json, checked; its 'tokenizer' is what load_tokenizer takes.
 
     A folder without one is nanoGPT's, with GPT-2's tokens. Damage ends the program in one line.
     """
-    cure = f"python prepare.py --input=TEXT --dataset={os.path.basename(folder)} makes one"
+    cure = f"{maker(folder)} makes one"
     if not os.path.exists(f"{folder}/meta.json"):
         return {"source": "no meta.json, so GPT-2's tokens", "tokenizer": {"name": "gpt2"},
                 "vocab_size": 50257, "eot": 50256}
@@ -106,8 +111,7 @@ def read_tokens(folder, split, vocab_size, block_size):
     A missing file, an id that is no token or too few tokens end the program in one line.
     """
     path, crc = f"{folder}/{split}.bin", 0
-    with refusing(f"cannot use {path}, which python prepare.py --input=TEXT "
-                  f"--dataset={os.path.basename(folder)} makes"):
+    with refusing(f"cannot use {path}, which {maker(folder)} makes"):
         size = os.path.getsize(path)
         if size % 2:
             raise ValueError(f"an odd number of bytes, {size}: not uint16 tokens, or cut off")

@@ -642,8 +642,9 @@ def main(given=()):
         torch.empty(1, device=device)
     if WORLD > 1:
         with refusing(f"the {WORLD} processes cannot meet"):
-            dist.init_process_group(f"cpu:gloo,cuda:{backend}" if "cuda" in device else "gloo",
-                                    timeout=datetime.timedelta(minutes=10))
+            dist.init_process_group(
+                f"cpu:gloo,cuda:{backend}" if device_type == "cuda" else "gloo",
+                timeout=datetime.timedelta(minutes=10))
         seen = [None] * WORLD
         dist.all_gather_object(seen, [resume, source.get("iter_num", 0), data])
         if seen.count(seen[0]) < WORLD:

@@ -40,6 +40,7 @@ def configure(settings, argv=None):
     program in one line, before any work.
     """
     argv, known, given = sys.argv[1:] if argv is None else argv, names(settings), {}
+    changes = [arg for arg in argv if arg not in ("-h", "--help")]
 
     def take(name, value, source):
         if name not in known:
@@ -56,10 +57,8 @@ def configure(settings, argv=None):
             refuse(f"{source}: {name} must be of type {kind.__name__}, not {value!r}")
         settings[name] = given[name] = kind(value)
 
-    for arg in argv:
+    for arg in changes:
         name, equals, value = arg.removeprefix("--").partition("=")
-        if arg in ("-h", "--help"):
-            continue
         if not arg.startswith("--"):
             space = {k: settings[k] for k in known}
             with refusing(f"cannot use the config file '{arg}'"):
@@ -79,7 +78,7 @@ def configure(settings, argv=None):
                 with contextlib.suppress(Exception):  # it stays a str, which take() refuses
                     value = ast.literal_eval(value)
             take(name, value, arg)
-    if {"-h", "--help"} & {*argv}:
+    if len(changes) < len(argv):
         show(settings)
     return given
 
