@@ -28,6 +28,7 @@ import zlib
 
 import numpy as np
 import tiktoken
+from tiktoken_ext.openai_public import gpt2
 
 from config import configure, refuse, refusing
 
@@ -49,9 +50,13 @@ TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/ma
 TIMEOUT = 10  # seconds without a byte after which a download counts as cut
 BLOCK = 1 << 19  # bytes in a unit of work, or more by one document
 LONGEST = 1 << 22  # characters per read; a longer document is handled in parts
-# How text is cut into words before merging: GPT-4's pattern, from tiktoken's cl100k_base.
-PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
-           r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
+# How text is cut into words before merging: GPT-2's and GPT-4's patterns. tiktoken ships them with
+# possessive quantifiers; in this form one automaton does all but the last two alternatives, which
+# gives the same words and encodes up to twice as fast.
+PATTERNS = {
+    "gpt2": r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s",
+    "bpe": r"(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+           r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n])|\s+(?!\S)|\s"}
 BEGAN = {}  # label of a progress line: (time, bytes done) at its first call
 
 
@@ -63,7 +68,7 @@ def load_tokenizer(spec):
     if spec["name"] == "gpt2":
         with refusing("cannot get GPT-2's vocabulary: take --tokenizer=bpe or byte, or set "
                       "TIKTOKEN_CACHE_DIR to a folder that holds it"):
-            return tiktoken.get_encoding("gpt2")
+            return tiktoken.Encoding(**gpt2() | {"pat_str": PATTERNS["gpt2"]})
     pattern, tokens = "(?s:.)", [bytes([i]) for i in range(256)]
     if spec["name"] == "bpe":
         pattern = spec["pattern"]
@@ -311,7 +316,7 @@ def train_bpe(samples):
     """The text of a tokenizer.tiktoken: up to vocab_size - 1 tokens, learnt from the samples."""
     import rustbpe
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(samples, vocab_size - 1, buffer_size=128, pattern=PATTERN)
+    trainer.train_from_iterator(samples, vocab_size - 1, buffer_size=128, pattern=PATTERNS["bpe"])
     ranked = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     tokens = dict.fromkeys(bytes(token) for token, _ in ranked)  # two merges may spell one token
     return "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
@@ -384,7 +389,7 @@ def prepare(folder, temp):
     if tokenizer == "bpe":
         step = -(-sizes["train"] // (bpe_sample_mb * 10**6))  # every step-th block is the sample
         sample = (part for job in jobs["train"][::step] for part in texts(job))
-        spec |= {"pattern": PATTERN, "ranks": train_bpe(sample)}
+        spec |= {"pattern": PATTERNS["bpe"], "ranks": train_bpe(sample)}
         with open(f"{temp}/tokenizer.tiktoken", "w", encoding="ascii") as f:
             f.write(spec["ranks"])
     vocabulary = load_tokenizer(spec)

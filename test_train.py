@@ -35,8 +35,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 import torch
 import torch._dynamo
+from tiktoken_ext import openai_public
 from torch.nn import functional as F
 
 import model as gpt
@@ -1092,6 +1094,24 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [
     "bpe", "byte", pytest.param("gpt2", marks=NEEDS_GPT2)])
 
 
+@pytest.mark.parametrize("name, shipped", [
+    ("gpt2", openai_public.r50k_pat_str),
+    ("bpe", r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
+            r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")], ids=["gpt2", "bpe"])
+def test_words_are_cut_as_the_pattern_that_tiktoken_ships_cuts_them(name, shipped):
+    """Seen by a vocabulary of the words that another regex engine finds: one token each."""
+    rng, parts = random.Random(1), [*"ab SdtVErl'0.-!\n\r\t\u00a0\u00e9\u017f\u0663\u2028\u4e2d",
+                                    "  ", "1234", "'ll", "e\u0301", "\U0001f600"]
+    for _ in range(1000):
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 40)))
+        words = [word.encode() for word in regex.findall(shipped, text)]
+        tokens = dict.fromkeys([bytes([i]) for i in range(256)] + words)
+        encoding = prepare.tiktoken.Encoding(
+            name, pat_str=prepare.PATTERNS[name], special_tokens={},
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)})
+        assert encoding.decode_tokens_bytes(encoding.encode(text)) == words
+
+
 @TOKENIZERS
 @pytest.mark.parametrize("name", ODD)
 def test_odd_text_comes_back_byte_for_byte(prep, tokenizer, name):
@@ -1374,7 +1394,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_old_data_set(tmp_path, room
 
 
 def test_gpt2_out_of_reach_says_what_to_do(prep, monkeypatch):
-    monkeypatch.setattr(prepare.tiktoken, "get_encoding", fail(ConnectionError("no network")))
+    monkeypatch.setattr(prepare, "gpt2", fail(ConnectionError("no network")))
     out = prep("some text", tokenizer="gpt2", refused=True)
     assert "--tokenizer=bpe" in out and "TIKTOKEN_CACHE_DIR" in out and not os.path.exists("data")
 
