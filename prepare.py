@@ -407,7 +407,8 @@ def prepare(folder, temp):
                     done += stop - start
                     progress("encode", done, sum(sizes.values()))
                 meta[split] = {"tokens": f.tell() // 2, "bytes": sizes[split] - ends,
-                               "documents": ends, "sha256": sha256.hexdigest()}
+                               "documents": ends or 1,  # the head of the only document has no end
+                               "sha256": sha256.hexdigest()}
     with open(f"{temp}/meta.json", "w", encoding="utf-8") as f:
         json.dump(meta, f, indent=1)
     publish(temp, folder)

@@ -843,8 +843,9 @@ def main(given=()):
     else:
         if RANK == 0:
             plot_log()
-        say(f"trained {p.iter_num} steps in {p.train_seconds:.0f} s, best val loss "
-            f"{p.best_val_loss:.4f}; to write text: python sample.py --out_dir={out_dir}")
+        best = f", best val loss {p.best_val_loss:.4f}" if p.evaluated_iter else ""
+        say(f"trained {p.iter_num} steps in {p.train_seconds:.0f} s{best}; to write text: "
+            f"python sample.py --out_dir={out_dir}")
     return 128 + int(code) if code else 0 if saved_well else 1
 
 
