@@ -29,9 +29,14 @@ class GPTConfig:  # defaults: GPT-2 124M, and what nanoGPT's checkpoints do not 
     tie_embeddings: bool = True  # one matrix for the token embedding and the head
 
 
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):  # the fused kernel wants one dtype, autocast leaves the weight in float32
+        return F.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+
+
 def norm(config):
     if config.rmsnorm:
-        return nn.RMSNorm(config.n_embd, eps=1e-6)
+        return RMSNorm(config.n_embd, eps=1e-6)
     return nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
@@ -55,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        head_norm = nn.RMSNorm if config.qk_norm else nn.Identity
+        head_norm = RMSNorm if config.qk_norm else nn.Identity
         self.q_norm = head_norm(config.n_embd // config.n_head, eps=1e-6)
         self.k_norm = head_norm(config.n_embd // config.n_head, eps=1e-6)
         self.rope = config.rope

@@ -25,7 +25,8 @@ top_k = 200  # only the likeliest k tokens; 0 is off
 top_p = 1.0  # only the likeliest tokens that make up this probability; 1 is off
 seed = 1337
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+dtype = ("float32" if device == "cpu" else  # or bfloat16, float16
+         "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16")
 export = ""  # a folder: write the model for Hugging Face instead of text
 
 

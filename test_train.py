@@ -2033,6 +2033,16 @@ def test_half_precision_follows_float32_and_is_replaced_where_it_is_slow(tmp_pat
         "bfloat16 is 10 times slower than float32 here: using float32\n") == 1
 
 
+def test_autocast_takes_every_fused_kernel(recwarn):
+    torch.set_warn_always(True)  # the fallback warns
+    net, ids = GPT(GPTConfig(**SHAPE, vocab_size=V, **dict.fromkeys(OFF, True))), torch.zeros(2, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            net(ids.long(), ids.long()).backward()
+    torch.set_warn_always(False)
+    assert not recwarn.list
+
+
 # ---- the model, its text, nanoGPT's files
 
 @pytest.mark.parametrize("width", [128, 256, 384, 768, 1600])

@@ -100,7 +100,8 @@ always_save_checkpoint = True  # also one after every evaluation
 keep_checkpoints = 1  # older ones kept as ckpt_STEP.pt
 # ---- machine
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1, mps
-dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+dtype = ("float32" if device == "cpu" else  # or bfloat16, float16
+         "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16")
 compile = torch.cuda.is_available()  # torch.compile: slow to start, fast to run
 backend = "nccl" if torch.cuda.is_available() else "gloo"  # of torch.distributed
 
@@ -215,7 +216,7 @@ def orthogonalize(G):
     Each step is a polynomial (a + b A + c A^2) X, A = X X', that drives all singular values
     towards 1; coefficients of the Polar Express (Amsel et al. 2025, arXiv:2505.16932).
     """
-    X = G.bfloat16() if G.is_cuda else G  # most CPUs are slow in bfloat16
+    X = G.bfloat16() if G.is_cuda and dtype == "bfloat16" else G  # where that is fast
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
     for a, b, c in POLAR_EXPRESS[:muon_steps]:
         A = X @ X.mT
