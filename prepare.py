@@ -26,6 +26,11 @@ import threading
 import time
 import zlib
 
+try:
+    import fcntl
+except ImportError:  # Windows: no lock on the data folder
+    fcntl = None
+
 import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import gpt2
@@ -135,7 +140,7 @@ def read_tokens(folder, split, vocab_size, block_size):
 
 def progress(label, done, total=0):
     """On a terminal: MB done, seconds left, and MB/s since the first call with this label."""
-    if sys.stderr.isatty():
+    if sys.stderr and sys.stderr.isatty():
         since, first = BEGAN.setdefault(label, (time.monotonic(), done))
         rate = max(done - first, 1) / max(time.monotonic() - since, 1e-3)
         left = f" of {total / 1e6:,.0f} MB, {(total - done) / rate:,.0f} s left" if total else " MB"
@@ -181,6 +186,18 @@ def download(url, path):
                 have = -1
 
 
+def files_in(folder):
+    """The paths of the files in a folder and those below it, but for links to folders and .names."""
+    def fail(error):  # os.walk() passes over a folder that it cannot read
+        raise error
+
+    paths = []
+    for top, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if name[0] != "."]
+        paths += [os.path.join(top, name) for name in files if name[0] != "."]
+    return sorted(filter(os.path.isfile, paths))  # no pipes or sockets
+
+
 def find(names, folder):
     """The paths of the files in a comma list; what a URL names is kept in `folder`."""
     paths = []
@@ -190,9 +207,11 @@ def find(names, folder):
             base = os.path.basename(name.partition("?")[0])
             path = f"{folder}/{zlib.crc32(name.encode()):08x}-{base}"
             download(name, path)
-        pattern = glob.escape(path) if os.path.exists(path) else path
-        pattern += "/**" if os.path.isdir(path) else ""
-        found = [p for p in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(p)]
+        found = [path]
+        if os.path.isdir(path):
+            found = files_in(path)
+        elif not os.path.exists(path):
+            found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
         if not found:
             refuse(f"there is no input file '{name}'")
         paths += found
@@ -224,20 +243,19 @@ def json_lines(f):
 def pieces(f):
     """Yield the documents of a text as (bytes, ends), a long one in parts, `ends` with the last."""
     mark = separator.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
-    rest, split = "", re.compile(re.escape(mark) + "(?:\r?\n)?").split  # its line break goes too
+    # its line break goes too; at the end of what was read the next read decides
+    rest, split = "", re.compile(re.escape(mark) + r"(?:\r?\n|(?!\r?\Z))").split
     while chunk := f.read(LONGEST):
         rest += chunk
         if mark:
-            while rest.endswith((mark, f"{mark}\r")) and (more := f.read(1)):
-                rest += more  # perhaps the line break
             *whole, rest = split(rest)
             yield from ((text.encode(), True) for text in whole)
         if len(rest) > LONGEST + len(mark):
             end = len(rest) - len(mark) - 1  # a separator may begin behind it
             yield rest[:end].encode(), False
             rest = rest[end:]
-    if rest:
-        yield rest.encode(), True
+    *whole, rest = rest.split(mark) if mark else [rest]
+    yield from ((text.encode(), True) for text in (*whole, rest)[:None if rest else -1])
 
 
 def documents(paths):
@@ -434,13 +452,15 @@ def main():
     if bpe_sample_mb < 1 or processes < 0 or val_input and not input:
         refuse("bpe_sample_mb must be above 0, processes not below; val_input needs an input")
     folder, temp = f"data/{dataset}", f"data/{dataset}/.tmp"
+    with refusing(f"cannot write to {folder}, or another prepare.py does"):
+        os.makedirs(temp, exist_ok=True)
+        if fcntl:
+            lock = open(f"{temp}/lock", "w")
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
     try:
-        shutil.rmtree(temp, ignore_errors=True)  # of a run that was killed
-        os.makedirs(temp)
+        for name in {*os.listdir(temp)} - {"lock"}:  # of a run that was killed
+            os.remove(f"{temp}/{name}")
         prepare(folder, temp)
-    except KeyboardInterrupt:
-        print("prepare.py: interrupted", file=sys.stderr)
-        raise SystemExit(130)
     except (OSError, RuntimeError, ValueError) as e:
         refuse(f"{folder}: {e}")
     finally:
@@ -449,6 +469,15 @@ def main():
             os.removedirs(folder)  # if nothing came into it
 
 
+def stop(code, frame):
+    """Signal handler: end after tidying up; at a second signal, at once."""
+    signal.signal(code, lambda code, frame: os._exit(128 + code))
+    print("prepare.py: interrupted", file=sys.stderr)
+    raise SystemExit(128 + code)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     configure(globals())
     main()

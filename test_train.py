@@ -1476,8 +1476,10 @@ def test_ctrl_c_while_workers_start_is_not_lost(prep, monkeypatch):
     start = pool.map
     monkeypatch.setattr(
         pool, "map", lambda *args: (start(*args), signal.raise_signal(signal.SIGINT))[0])
+    before = signal.signal(signal.SIGINT, prepare.stop)
     with pytest.raises(AssertionError, match="130"):  # prep() expects 0
         prep(joined(stories(20_000)), processes=2, tokenizer="byte")
+    signal.signal(signal.SIGINT, before)
     assert not os.path.exists("data")
 
 
