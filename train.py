@@ -170,8 +170,8 @@ def get_batch(tokens, step, micro, micro_steps):
 def evaluate(model, splits, autocast):
     """{split: mean loss in nats} over evenly spaced windows; None if a signal cut it short."""
     model.eval()
-    sums = []
-    for tokens in splits.values():
+    losses = {}
+    for split, tokens in splits.items():
         count = min(eval_iters * batch_size, (len(tokens) - 1) // block_size)
         starts = np.linspace(0, len(tokens) - block_size - 1, count).astype(np.int64)[RANK::WORLD]
         total = 0.0
@@ -181,10 +181,10 @@ def evaluate(model, splits, autocast):
             x, y = windows(tokens, starts[i:i + batch_size])
             with autocast:
                 total = total + model(x, y).float() * len(x)
-        sums += [float(total), len(starts)]
+        total, cut = reduce_numbers(float(total), len(SIGNALS))
+        losses[split] = total / count
     model.train()
-    *sums, cut = reduce_numbers(*sums, len(SIGNALS))
-    return None if cut else {k: loss / n for k, loss, n in zip(splits, sums[::2], sums[1::2])}
+    return None if cut else losses
 
 
 def reduce_numbers(*numbers, op="SUM"):
@@ -198,11 +198,9 @@ def reduce_numbers(*numbers, op="SUM"):
 def average(tensors):
     """Replace each tensor by its mean over the processes."""
     # one all_reduce adds in the same order in every run, DDP's buckets do not: a resume is exact
-    flat = torch.cat([t.flatten() for t in tensors])
+    flat = torch.nn.utils.parameters_to_vector(tensors)
     dist.all_reduce(flat)
-    flat /= WORLD
-    for t, mean in zip(tensors, flat.split([t.numel() for t in tensors])):
-        t.copy_(mean.view_as(t))
+    torch.nn.utils.vector_to_parameters(flat / WORLD, tensors)
 
 
 POLAR_EXPRESS = ((8.287212, -23.595887, 17.300387), (4.107059, -2.947850, 0.544843),
@@ -329,12 +327,12 @@ def matmul_rate(kind):
     """FLOP/s of all processes together in square matmuls of a dtype: the best in 0.1 s."""
     n = 8192 if device.startswith("cuda") else 1024
     a = torch.randn(n, n, device=device, dtype=getattr(torch, kind))
-    best, end = math.inf, time.perf_counter() + 0.1
-    while best == math.inf or time.perf_counter() < end:
+    seconds = []
+    while sum(seconds) < 0.1:
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return reduce_numbers(2 * n ** 3 / best)[0]
+        seconds.append(time.perf_counter() - start)
+    return reduce_numbers(2 * n ** 3 / min(seconds))[0]
 
 
 def peak_memory():
@@ -429,12 +427,12 @@ def save(state, name):
             raise ValueError("a weight is not finite")
         with open(path + ".tmp", "wb") as f:
             torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
+        sync(path + ".tmp")
         check_file(path + ".tmp")
         os.replace(path + ".tmp", path)
         sync(out_dir)  # the new name is on the disk when its folder is
-    except Exception as e:  # a full disk is torch's RuntimeError, a damaged file a BadZipFile
+    except Exception as e:  # torch hides a full disk's OSError behind a RuntimeError
+        e = e.__context__ if isinstance(e.__context__, OSError) else e
         size = sum(v.nbytes for v in state["model"].values()) * (3 if "optimizer" in state else 1)
         say(f"warning: {path} is not saved, about {size / 1e6:.1f} MB: {e}")
         with contextlib.suppress(OSError):
@@ -619,7 +617,7 @@ def main(given=()):
     check_settings()
 
     # data
-    folder, args = os.path.join("data", dataset), source["model_args"]
+    folder, args = f"data/{dataset}", source["model_args"]
     meta = read_meta(folder)
     args.setdefault("vocab_size", meta["vocab_size"])
     splits, data = {}, {"dataset": dataset}  # the tokens; the fingerprint that checkpoints keep
@@ -637,6 +635,9 @@ def main(given=()):
         if device_type not in ("cpu", "cuda", "mps"):
             raise ValueError("it is not known")
         if device_type == "cuda":  # before anything touches a GPU
+            here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+            if here > gpus:  # every process says no, as only the first is heard
+                raise ValueError(f"{here} processes need as many GPUs, there are {gpus}")
             index = os.environ["LOCAL_RANK"] if WORLD > 1 else torch.device(device).index or 0
             device = f"cuda:{index}"
             torch.cuda.set_device(device)
@@ -657,7 +658,8 @@ def main(given=()):
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     base = matmul_rate("float32")
     rate = base if dtype == "float32" else matmul_rate(dtype)
-    if rate < base / 2 and not resume:  # a resumed run keeps its dtype
+    known = source.get("config", {}).get("dtype"), source.get("versions", {}).get("device")
+    if rate < base / 2 and not (resume and known == (dtype, device_type)):  # it keeps its dtype
         say(f"{dtype} is {base / rate:.0f} times slower than float32 here: using float32")
         dtype, rate = "float32", base
     if device_type == "cuda":
@@ -680,7 +682,8 @@ def main(given=()):
     parameters = sum(w.numel() for w in model.parameters()) / 1e6
     say(f"{folder} ({meta['source']}): {len(splits['train']):,} tokens to train, "
         f"{len(splits['val']):,} to validate, vocabulary {meta['vocab_size']:,}\n"
-        f"{parameters:.2f}M parameters in {dtype}, {optimizer}, {tokens_per_step:,} tokens a step\n"
+        f"{parameters:.2f}M parameters in {dtype}, {optimizer}, {tokens_per_step:,} tokens a step, "
+        f"{len(splits['train']) / tokens_per_step:,.1f} steps a pass over the text\n"
         f"{', '.join(f'{k} {v}' for k, v in versions.items())}, "
         f"matrix products at {rate / 1e9:,.0f} GFLOP/s")
 
@@ -703,7 +706,7 @@ def main(given=()):
             if len(source.get("rng", ())) == WORLD:
                 set_rng(source["rng"][RANK])
             else:
-                say("not bit-exact from here: the random generators are not those of the checkpoint")
+                say("not bit-exact from here: the checkpoint has other random generators")
     if eval_only:
         say(in_words(p.iter_num, evaluate(run_model, splits, autocast), meta))
         return 0
@@ -713,10 +716,10 @@ def main(given=()):
     if resume:
         evaluated = eval_interval == 0 or p.evaluated_iter == p.iter_num
         if p.iter_num >= max_iters and evaluated and not max_minutes:
-            say(f"already at max_iters={max_iters}; a larger --max_iters goes on")
+            say(f"already at step {p.iter_num}; a larger --max_iters than that goes on")
             return 0
         say(f"resuming after step {p.iter_num}")
-    log = [].append  # nowhere
+    log = lambda row: None
     if RANK == 0 and not benchmark:
         take_folder(resume)
         log = open_log(p.iter_num)
