@@ -6,6 +6,7 @@ $ python sample.py --init_from=gpt2                      # GPT-2's weights, thro
 $ python sample.py --export=my_model                     # a folder for Hugging Face's libraries
 """
 import codecs
+import os
 import sys
 
 import torch
@@ -43,7 +44,11 @@ def main():
         model = load_model(source["model_args"], source["model"]).to(device).eval()
     if export:
         with refusing("cannot export"):
-            to_hugging_face(model).save_pretrained(export)
+            exported, x = to_hugging_face(model).eval(), torch.arange(model.config.block_size)[None]
+            x = x.clamp(max=model.config.vocab_size - 1)
+            if not torch.allclose(exported(x).logits, model.cpu()(x), atol=1e-3):
+                raise ValueError("model.py has changed: that class computes something else")
+            exported.save_pretrained(export)
         return print(f"written to {export}")
 
     if "tokenizer" not in source and model.config.vocab_size < 50257:
@@ -80,3 +85,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # as in `python sample.py | head`
+        os._exit(0)  # without the flush of a pipe that nobody reads

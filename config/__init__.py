@@ -11,7 +11,7 @@ import sys
 def refuse(message):
     """End the program: one sentence on stderr (from one process of each machine), exit status 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+        print(f"{os.path.basename(sys.argv[0])}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -21,7 +21,7 @@ def refusing(what):
     try:
         yield
     except Exception as e:
-        refuse(f"{what}: {' '.join(str(e).split())[:400] or type(e).__name__}")
+        refuse(f"{what}: {str(e)[:400] or type(e).__name__}")
 
 
 def names(settings):
@@ -60,6 +60,8 @@ def configure(settings, argv=None):
     for arg in changes:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
+            if not arg.endswith(".py"):
+                refuse(f"{arg}: a config file ends in .py, and a setting is --name=value")
             space = {k: settings[k] for k in known}
             with refusing(f"cannot use the config file '{arg}'"):
                 with open(arg, encoding="utf-8-sig") as f:
@@ -85,7 +87,9 @@ def configure(settings, argv=None):
 
 def show(settings):
     """Print the settings with their values and the comments of the script, and end."""
-    with open(settings["__file__"], encoding="utf-8") as f:
+    script = settings["__file__"]
+    print(f"python {os.path.basename(script)} [config/FILE.py ...] [--name=value ...]")
+    with open(script, encoding="utf-8") as f:
         for name, comment in re.findall(r"^(\w+) = [^#\n]*(?:# (.*))?$", f.read(), re.MULTILINE):
             if name in names(settings):
                 print(f"--{name}={settings[name]}".ljust(36), comment)
