@@ -56,8 +56,8 @@ TIMEOUT = 10  # seconds without a byte after which a download counts as cut
 BLOCK = 1 << 19  # bytes in a unit of work, or more by one document
 LONGEST = 1 << 22  # characters per read; a longer document is handled in parts
 # How text is cut into words before merging: GPT-2's and GPT-4's patterns. tiktoken ships them with
-# possessive quantifiers; in this form one automaton does all but the last two alternatives, which
-# gives the same words and encodes up to twice as fast.
+# possessive quantifiers, on which its regex engine is slow; these cut the same words and encode up
+# to twice as fast.
 PATTERNS = {
     "gpt2": r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s",
     "bpe": r"(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -83,7 +83,7 @@ def load_tokenizer(spec):
                              special_tokens={"<|endoftext|>": len(ranks)})
 
 
-def maker(folder):
+def prepare_command(folder):
     """The command that makes a data folder."""
     return f"python prepare.py --input=TEXT --dataset={os.path.basename(folder)}"
 
@@ -93,7 +93,7 @@ def read_meta(folder):
 
     A folder without one is nanoGPT's, with GPT-2's tokens. Damage ends the program in one line.
     """
-    cure = f"{maker(folder)} makes one"
+    cure = f"{prepare_command(folder)} makes one"
     if not os.path.exists(f"{folder}/meta.json"):
         return {"source": "no meta.json, so GPT-2's tokens", "tokenizer": {"name": "gpt2"},
                 "vocab_size": 50257, "eot": 50256}
@@ -121,7 +121,7 @@ def read_tokens(folder, split, vocab_size, block_size):
     A missing file, an id that is no token or too few tokens end the program in one line.
     """
     path, crc = f"{folder}/{split}.bin", 0
-    with refusing(f"cannot use {path}, which {maker(folder)} makes"):
+    with refusing(f"cannot use {path}, which {prepare_command(folder)} makes"):
         size = os.path.getsize(path)
         if size % 2:
             raise ValueError(f"an odd number of bytes, {size}: not uint16 tokens, or cut off")
@@ -187,7 +187,7 @@ def download(url, path):
 
 
 def files_in(folder):
-    """The paths of the files in a folder and those below it, but for links to folders and .names."""
+    """The paths of the files in a folder and below it, without links to folders and .names."""
     def fail(error):  # os.walk() passes over a folder that it cannot read
         raise error
 
@@ -236,7 +236,7 @@ def json_lines(f):
     for number, line in enumerate(f, 1):
         if line.strip():
             with refusing(f"{f.name}, line {number}: no object with a string '{text_field}'"):
-                text = json.loads(line)[text_field].encode("utf-8", errors)
+                text = json.loads(line.removeprefix("\ufeff"))[text_field].encode("utf-8", errors)
             yield text, True
 
 
@@ -399,6 +399,8 @@ def prepare(folder, temp):
     if tokenizer == "gpt2":
         load_tokenizer(spec)  # refuses before any work
     source, paths, val_paths = find_all(folder)
+    if os.path.exists(f"{folder}/train.bin"):
+        print(f"replacing the data set in {folder}")
     jobs, counts = gather(paths, val_paths, temp)
     sizes = {split: sum(stop - start for _, start, stop in jobs[split]) for split in jobs}
     if not all(sizes.values()):

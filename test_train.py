@@ -564,7 +564,7 @@ def assert_outlives(folder, fault, cure, words=""):
 
 
 def test_full_disk(folder):
-    assert_outlives(folder, lambda: limit(100_000), limit)
+    assert_outlives(folder, lambda: limit(100_000), limit, "File too large")  # the system's words
 
 
 def test_io_error(folder):
@@ -1132,8 +1132,9 @@ def test_odd_text_comes_back_byte_for_byte(prep, tokenizer, name):
     (f"a{EOT}\r\nb\r\n{EOT}\r\nc", dict(), ["a", "b\r\n", "c"], ""),
     (b"caf\xe9 and \xff\xfe<|endoftext|>more", dict(errors="replace"),
      ["caf\ufffd and \ufffd\ufffd", "more"], ""),
+    (f"a{EOT}b{EOT}", dict(), ["a", "b"], "dropped 0 empty"),
     (f"first{EOT}" + EOT * 100_000 + f" \r\n\t{EOT}last{EOT}\n", dict(), ["first", "last"],
-     "dropped 100,001 empty")], ids=range(6))
+     "dropped 100,001 empty")], ids=range(7))
 def test_documents_are_what_separators_part(prep, tokenizer, text, given, found, words):
     """With the line break behind a separator, and without blank documents."""
     assert words in prep(text, tokenizer=tokenizer, **given)
@@ -1268,15 +1269,23 @@ def test_folders_globs_gz_jsonl_and_lists(prep):
     texts = stories(11) + [f"a {EOT} b", "\nwith a line break first"]  # not separated in .jsonl
     lines = [json.dumps({"body": t}) for t in texts]
     os.makedirs("in/sub")
+    os.mkdir("in/.git")
+    os.mkfifo("in/pipe")
+    for link in "in/again", "in/sub/again", "in/sub/more":
+        os.symlink(os.path.abspath("in"), link)
     for name, content in {
             "in/a.txt": joined(texts[:2]), "in/b.txt.gz": joined(texts[2:4]),
             "in/c.jsonl": "\n\n".join([*lines[4:6], *lines[11:], ""]),
             "in/sub/d.jsonl.gz": "\n".join(lines[6:8]), "in/sub/e.md": texts[8],
-            "in/.hidden": "not this", "x1.txt": texts[9], "x2.txt": "", "y.txt": texts[10]}.items():
+            "in/.hidden": "not this", "in/.git/a": "nor this", "x1.txt": texts[9], "x2.txt": "",
+            "y.txt": texts[10]}.items():
         content = content.encode()
         Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     prep(input="in,x*.txt,y.txt", text_field="body")
     assert sorted(both_splits()) == sorted(texts)
+    for link in Path("in").rglob("again"):
+        link.unlink()
+    os.remove("in/sub/more")
     prep(input="in/**/*.gz", text_field="body", tokenizer="byte")
     assert sorted(both_splits()) == sorted(texts[2:4] + texts[6:8])
 
@@ -1469,6 +1478,37 @@ def test_ctrl_c_ends_in_one_line(tmp_path, moment):
     _, err = child.communicate()
     assert child.returncode == 130 and err.count("\n") == 1 and "interrupted" in err, err
     assert not os.path.exists(tmp_path / "data")
+
+
+@pytest.mark.parametrize("pause", [0, 0.02, 0.2])
+def test_a_second_ctrl_c_ends_at_once(tmp_path, pause):
+    (tmp_path / "in.txt").write_text(joined(stories(40_000)))
+    child = spawn(tmp_path, *BYTES, start_new_session=True, preexec_fn=lambda: (
+        signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    when(child, lambda: len(workers(child.pid)) == 2)
+    started = workers(child.pid)
+    for _ in range(2):
+        os.killpg(child.pid, signal.SIGINT)
+        time.sleep(pause)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and "Traceback" not in err, err
+    for _ in range(100):
+        if any(map(os.path.exists, started)):
+            time.sleep(0.1)
+    assert not any(map(os.path.exists, started))
+    assert command(tmp_path, *BYTES)[0] == 0
+
+
+def test_one_prepare_at_a_time_in_a_data_folder(tmp_path):
+    (tmp_path / "in.txt").write_text(joined(stories(20_000)))
+    first = spawn(tmp_path, *BYTES)
+    when(first, (tmp_path / "data/d/.tmp/train.txt").exists)
+    status, _, err = command(tmp_path, *BYTES)
+    assert status == 2 and "another prepare.py" in err and err.count("\n") == 1
+    first.communicate()
+    assert first.returncode == 0
+    before = tree(tmp_path)
+    assert command(tmp_path, *BYTES)[0] == 0 and tree(tmp_path) == before
 
 
 def test_ctrl_c_while_workers_start_is_not_lost(prep, monkeypatch):
@@ -2028,20 +2068,26 @@ def test_half_precision_follows_float32_and_is_replaced_where_it_is_slow(tmp_pat
         assert difference(full["model"], half["model"])
         assert column(tmp_path, "train_loss") == pytest.approx(losses, abs=0.02)
         assert column(tmp_path, "grad_norm") == pytest.approx(norms, rel=0.1)
-    status, out, slow = run(tmp_path, dtype="bfloat16", **given,
-                            rate=lambda kind, *_: 1e9 if kind == "float32" else 1e8)
+    rate = lambda kind, *_: 1e9 if kind == "float32" else 1e8
+    _, out, half = run(tmp_path, init_from="resume", max_iters=11, rate=rate)
+    assert half["config"]["dtype"] == "bfloat16" and "slower" not in out  # a resume keeps its dtype
+    status, out, slow = run(tmp_path, dtype="bfloat16", **given, rate=rate)
     assert status == 0 and not difference(full, slow)
-    assert out.count("bfloat16") == out.count(
-        "bfloat16 is 10 times slower than float32 here: using float32\n") == 1
+    words = "bfloat16 is 10 times slower than float32 here: using float32\n"
+    assert out.count("bfloat16") == out.count(words) == 1
+    _, out, slow = run(tmp_path, init_from="resume", dtype="bfloat16", max_iters=11, rate=rate)
+    assert words in out and slow["config"]["dtype"] == "float32"
 
 
 def test_autocast_takes_every_fused_kernel(recwarn):
-    torch.set_warn_always(True)  # the fallback warns
     net, ids = GPT(GPTConfig(**SHAPE, vocab_size=V, **dict.fromkeys(OFF, True))), torch.zeros(2, 8)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            net(ids.long(), ids.long()).backward()
-    torch.set_warn_always(False)
+    try:
+        torch.set_warn_always(True)  # the fallback warns
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                net(ids.long(), ids.long()).backward()
+    finally:
+        torch.set_warn_always(False)
     assert not recwarn.list
 
 
@@ -2254,8 +2300,8 @@ def test_settings_take_the_type_of_their_default_and_the_later_wins(tmp_path, ar
     ("--steps=1e400", "int"), ("--rate=x", "float"), ("--rate=nan", "float"),
     ("--rate=1e400", "float"), ("--rate=False", "float"), ("--flag=1", "bool"),
     ("--flag=true", "bool"), ("--flag", "--flag=VALUE"), ("steps=5", "steps=5"),
-    ("missing.py", "missing.py"), ("stepz = 5", "did you mean steps"), ("steps = 2.5", "int"),
-    ("name = 5", "str"), ("steps = 1 +", "config file"), ("steps = 1 / 0", "division"),
+    ("missing.py", "missing.py"), ("book.txt", "ends in .py"), ("stepz = 5", "did you mean steps"),
+    ("steps = 2.5", "int"), ("name = 5", "str"), ("steps = 1 +", "config file"), ("steps = 1 / 0", "division"),
     ("rate = float('nan')", "float"), ("steps = None", "int")])
 def test_a_setting_that_does_not_fit_is_refused_in_one_line(tmp_path, arg, words):
     if " " in arg:  # the content of a file
@@ -2349,6 +2395,17 @@ def test_sample_from_the_command_line(memorised):
     status, out, err = command(folder, f"{REPO}/sample.py", *flags(dict(
         start="FILE:prompt.txt", num_samples=2, temperature=0, device="cpu", dtype="float32")))
     assert status == 0 and out == 2 * (text + END), err  # whole characters, to the document's end
+    child = spawn(folder, f"{REPO}/sample.py", "--start=a bad", "--device=cpu", "--dtype=float32")
+    child.stdout.close()  # as of a `| head` that has ended
+    assert "Traceback" not in child.stderr.read()
+
+
+def test_an_export_that_computes_something_else_is_refused(memorised, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    assert write(memorised[0], export=str(tmp_path / "good"))[0] == 0
+    monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: x)
+    status, out = write(memorised[0], export=str(tmp_path / "bad"))
+    assert status == 2 and "something else" in out and os.listdir(tmp_path) == ["good"]
 
 
 def test_sample_settings(memorised):
