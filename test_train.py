@@ -2301,8 +2301,8 @@ def test_settings_take_the_type_of_their_default_and_the_later_wins(tmp_path, ar
     ("--rate=1e400", "float"), ("--rate=False", "float"), ("--flag=1", "bool"),
     ("--flag=true", "bool"), ("--flag", "--flag=VALUE"), ("steps=5", "steps=5"),
     ("missing.py", "missing.py"), ("book.txt", "ends in .py"), ("stepz = 5", "did you mean steps"),
-    ("steps = 2.5", "int"), ("name = 5", "str"), ("steps = 1 +", "config file"), ("steps = 1 / 0", "division"),
-    ("rate = float('nan')", "float"), ("steps = None", "int")])
+    ("steps = 2.5", "int"), ("name = 5", "str"), ("steps = 1 +", "config file"),
+    ("steps = 1 / 0", "division"), ("rate = float('nan')", "float"), ("steps = None", "int")])
 def test_a_setting_that_does_not_fit_is_refused_in_one_line(tmp_path, arg, words):
     if " " in arg:  # the content of a file
         (tmp_path / "c.py").write_text(arg + "\n")
