@@ -88,9 +88,13 @@ def configure(settings, argv=None):
 def show(settings):
     """Print the settings with their values and the comments of the script, and end."""
     script = settings["__file__"]
-    print(f"python {os.path.basename(script)} [config/FILE.py ...] [--name=value ...]")
+    lines = [f"python {os.path.basename(script)} [config/FILE.py ...] [--name=value ...]"]
     with open(script, encoding="utf-8") as f:
         for name, comment in re.findall(r"^(\w+) = [^#\n]*(?:# (.*))?$", f.read(), re.MULTILINE):
             if name in names(settings):
-                print(f"--{name}={settings[name]}".ljust(36), comment)
+                lines.append(f"--{name}={settings[name]}".ljust(36) + f" {comment}")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # as of `--help | head`
+        os._exit(0)
     raise SystemExit(0)
