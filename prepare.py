@@ -399,8 +399,6 @@ def prepare(folder, temp):
     if tokenizer == "gpt2":
         load_tokenizer(spec)  # refuses before any work
     source, paths, val_paths = find_all(folder)
-    if os.path.exists(f"{folder}/train.bin"):
-        print(f"replacing the data set in {folder}")
     jobs, counts = gather(paths, val_paths, temp)
     sizes = {split: sum(stop - start for _, start, stop in jobs[split]) for split in jobs}
     if not all(sizes.values()):
@@ -431,6 +429,7 @@ def prepare(folder, temp):
                                "sha256": sha256.hexdigest()}
     with open(f"{temp}/meta.json", "w", encoding="utf-8") as f:
         json.dump(meta, f, indent=1)
+    replaced = " (replaced)" if os.path.exists(f"{folder}/train.bin") else ""
     publish(temp, folder)
 
     seconds = time.monotonic() - began
@@ -440,8 +439,8 @@ def prepare(folder, temp):
               f"{meta[split]['tokens'] / tokens:7.1%}")
     print("longest document {longest:,} bytes, shortest {shortest:,}; dropped {empty:,} empty, "
           "{duplicate:,} duplicate".format(**counts))
-    print(f"{folder}: {size / 1e6:,.1f} MB, {size / tokens:.2f} bytes per token, vocabulary "
-          f"{meta['vocab_size']:,}, {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s")
+    print(f"{folder}{replaced}: {size / 1e6:,.1f} MB, {size / tokens:.2f} bytes per token, "
+          f"vocabulary {meta['vocab_size']:,}, {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s")
     print(f"next: python train.py --dataset={dataset}")
 
 

@@ -1508,7 +1508,8 @@ def test_one_prepare_at_a_time_in_a_data_folder(tmp_path):
     first.communicate()
     assert first.returncode == 0
     before = tree(tmp_path)
-    assert command(tmp_path, *BYTES)[0] == 0 and tree(tmp_path) == before
+    status, out, _ = command(tmp_path, *BYTES)
+    assert status == 0 and tree(tmp_path) == before and "data/d (replaced): " in out
 
 
 def test_ctrl_c_while_workers_start_is_not_lost(prep, monkeypatch):
