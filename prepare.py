@@ -28,7 +28,7 @@ import zlib
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock on the data folder
+except ImportError:  # Windows: no lock on a folder
     fcntl = None
 
 import numpy as np
@@ -155,6 +155,12 @@ def sync(path):
         fd = os.open(path, os.O_RDONLY if folder else os.O_RDWR)  # Windows wants write access
         os.fsync(fd)
         os.close(fd)
+
+
+def lock(path):
+    """Hold a lock file until this process ends. OSError if another process holds it."""
+    if fcntl:
+        fcntl.lockf(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def download(url, path):
@@ -455,9 +461,7 @@ def main():
     folder, temp = f"data/{dataset}", f"data/{dataset}/.tmp"
     with refusing(f"cannot write to {folder}, or another prepare.py does"):
         os.makedirs(temp, exist_ok=True)
-        if fcntl:
-            lock = open(f"{temp}/lock", "w")
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
+        lock(f"{temp}/lock")
     try:
         for name in {*os.listdir(temp)} - {"lock"}:  # of a run that was killed
             os.remove(f"{temp}/{name}")

@@ -31,13 +31,12 @@ import torch.distributed as dist
 from config import configure, names, refuse, refusing
 from model import (GPT, GPTConfig, check_file, from_hugging_face, load_model, load_optimizer,
                    read_checkpoint)
-from prepare import read_meta, read_tokens, sync
+from prepare import lock, read_meta, read_tokens, sync
 
 try:
-    import fcntl
     import resource
-except ImportError:  # Windows: no lock on out_dir, no figure for peak memory
-    fcntl = resource = None
+except ImportError:  # Windows: no figure for peak memory
+    resource = None
 
 # ---- the run
 init_from = "scratch"  # scratch, resume, auto (resume if there is a checkpoint), gpt2*, or FILE.pt
@@ -578,9 +577,7 @@ def take_folder(resume):
     path = functools.partial(os.path.join, out_dir)
     with refusing(f"cannot write to out_dir={out_dir}, or another process trains in it"):
         os.makedirs(out_dir, exist_ok=True)
-        lock = os.open(path("lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        if fcntl:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
+        lock(path("lock"))
         ours = re.compile(r"(ckpt|ckpt_\d+|best)\.pt|log\.csv|loss\.png").fullmatch
         files = [f for f in os.listdir(out_dir) if ours(f)]
         if not resume and any(f.endswith(".pt") for f in files):
