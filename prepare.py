@@ -346,10 +346,10 @@ def train_bpe(samples):
     return "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
 
 
-def start_worker(spec):
-    """Load the tokenizer into this process, which ends when its parent does, even by kill -9."""
+def start_worker(vocabulary):
+    """Give encode() its tokenizer in this process, which ends with its parent, even by kill -9."""
     global encoding
-    encoding = load_tokenizer(spec)
+    encoding = vocabulary
     if parent := multiprocessing.parent_process():
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -364,16 +364,16 @@ def encode(job):
         raise RuntimeError(f"{job[0]}, byte {job[1]}: {e}")
 
 
-def encode_all(jobs, spec):
+def encode_all(jobs, vocabulary):
     """Yield encode(job) for all jobs, in order."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = min(processes or cores, 1 + len(jobs) // 4)  # a short text needs no other
     if workers == 1:
-        start_worker(spec)
+        start_worker(vocabulary)
         yield from map(encode, jobs)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), start_worker, (spec,))
+        workers, multiprocessing.get_context("spawn"), start_worker, (vocabulary,))
     try:
         if posix := os.name == "posix":  # the workers inherit it: Ctrl-C is for this process alone
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -402,8 +402,8 @@ def publish(temp, folder):
 def prepare(folder, temp):
     """Make the data set in `temp`, move it to `folder`, print a summary."""
     began, spec = time.monotonic(), {"name": tokenizer}
-    if tokenizer == "gpt2":
-        load_tokenizer(spec)  # refuses before any work
+    if tokenizer != "bpe":
+        vocabulary = load_tokenizer(spec)  # refuses before any work
     source, paths, val_paths = find_all(folder)
     jobs, counts = gather(paths, val_paths, temp)
     sizes = {split: sum(stop - start for _, start, stop in jobs[split]) for split in jobs}
@@ -416,11 +416,11 @@ def prepare(folder, temp):
         spec |= {"pattern": PATTERNS["bpe"], "ranks": train_bpe(sample)}
         with open(f"{temp}/tokenizer.tiktoken", "w", encoding="ascii") as f:
             f.write(spec["ranks"])
-    vocabulary = load_tokenizer(spec)
+        vocabulary = load_tokenizer(spec)
     meta = {"source": source, "tokenizer": {k: v for k, v in spec.items() if k != "ranks"},
             "vocab_size": vocabulary.n_vocab, "eot": vocabulary.eot_token}
     done = 0
-    with contextlib.closing(encode_all(jobs["train"] + jobs["val"], spec)) as results:
+    with contextlib.closing(encode_all(jobs["train"] + jobs["val"], vocabulary)) as results:
         for split in jobs:
             ends, sha256 = 0, hashlib.sha256()
             with open(f"{temp}/{split}.bin", "wb") as f:
