@@ -295,8 +295,8 @@ def read_checkpoint(path):
         load_model(state["model_args"], state["model"])
         if not all(v.isfinite().all() for v in state["model"].values()):
             raise ValueError("a weight is not finite")
-        if not all(isinstance(state.get(key, {}), dict) for key in ("config", "data")):
-            raise ValueError("its config or data is no dict")
+        if not all(isinstance(state.get(key, {}), dict) for key in ("config", "data", "versions")):
+            raise ValueError("its config, data or versions is no dict")
         return state
     except Exception as e:  # a damaged file can raise anything
         reason = " ".join(str(e).split())[:300] or type(e).__name__

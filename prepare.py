@@ -261,7 +261,9 @@ def pieces(f):
             yield rest[:end].encode(), False
             rest = rest[end:]
     *whole, rest = rest.split(mark) if mark else [rest]
-    yield from ((text.encode(), True) for text in (*whole, rest)[:None if rest else -1])
+    yield from ((text.encode(), True) for text in whole)
+    if rest:
+        yield rest.encode(), True
 
 
 def documents(paths):

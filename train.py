@@ -199,7 +199,7 @@ def average(tensors):
     # one all_reduce adds in the same order in every run, DDP's buckets do not: a resume is exact
     flat = torch.nn.utils.parameters_to_vector(tensors)
     dist.all_reduce(flat)
-    torch.nn.utils.vector_to_parameters(flat / WORLD, tensors)
+    torch.nn.utils.vector_to_parameters(flat.div_(WORLD), tensors)
 
 
 POLAR_EXPRESS = ((8.287212, -23.595887, 17.300387), (4.107059, -2.947850, 0.544843),
