@@ -523,7 +523,7 @@ def test_damage(tmp_path, kind):
     assert_same(folder, a_run())
 
 
-@pytest.mark.parametrize("key", ["config", "data"])
+@pytest.mark.parametrize("key", ["config", "data", "versions"])
 def test_a_checkpoint_without_its_dicts_is_damaged(tmp_path, key):
     clone(a_run(killed=True), folder := tmp_path / "run")
     torch.save({**load(folder), key: 5}, folder / "out/ckpt.pt")
